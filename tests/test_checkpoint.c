@@ -187,6 +187,7 @@ static void truth_fill(truth *t, int64_t step, uint64_t save)
     t->run.step = step;
     t->run.tokens = 64 + step;
     t->run.batch = 3;
+    t->run.accumulate = 2;
     t->run.text_bytes = 123456789012345;
     t->run.seed = (int64_t)save;
     t->run.text_hash = ~save;
@@ -1307,10 +1308,10 @@ static void check_optimizer(const truth *t, const char *says)
 static void write_optimizer(const truth *t, const char *key, const char *value, int missing, int kind,
                             const char *extra)
 {
-    static const char *const keys[] = {"step",     "tokens",   "batch",          "text_bytes", "steps",
-                                       "warmup",   "schedule", "decay",          "seed",       "text_hash",
-                                       "lr",       "min_lr",   "weight_decay",   "beta1",      "beta2",
-                                       "adam_eps", "clip",     "format_version", "dtype"};
+    static const char *const keys[] = {"step",      "tokens",   "batch",    "accumulate",     "text_bytes",
+                                       "steps",     "warmup",   "schedule", "decay",          "seed",
+                                       "text_hash", "lr",       "min_lr",   "weight_decay",   "beta1",
+                                       "beta2",     "adam_eps", "clip",     "format_version", "dtype"};
     enum { KEYS = sizeof keys / sizeof *keys };
     upipe_err err = no_err();
     st_writer w;

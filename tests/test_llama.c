@@ -160,6 +160,7 @@ static upipe_status way_rank(way *w, trainer *t)
     }
     UPIPE_TRY(trainer_begin(t, &batch, &valid, &result));
     CHECK_INT(valid, g->valid);
+    UPIPE_TRY(trainer_tokens(t, &batch, 0));
     UPIPE_TRY(model_fwd(&t->r, &x, 1));
     UPIPE_TRY(model_bwd(&t->r, x, (float)(1.0 / (double)valid)));
     model_phase(&t->r, MODEL_UPDATE);

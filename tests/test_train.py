@@ -372,6 +372,29 @@ def test_methods(folder):
     failed(folder, given(resume='w8/checkpoint-3', steps=6, window=9), 1, ['--window', 'config.json'])
 
 
+def test_accumulate(folder):
+    """Micro-batches are the step of one batch with their sequences, whose memory they do not take."""
+    write('short.txt', read(BOOK)[:5 * 64 + 21])  # an epoch of five windows and a part: it ends within a step
+    for method, more in [('upipe', {'method': 'upipe'}), ('segments', {'method': 'upipe-fpdt', 'segments': 2}),
+                         ('a ring', {'method': 'usp', 'ranks': 4}), ('ahead', {'zero_prefetch': True})]:
+        flags = {'data': 'short.txt', **more}
+        once = good(folder, f'{method}: at once', batch=4, **flags, **({'zero': 3} if method == 'ahead' else {}))
+        stages = [good(folder, f'{method}: ZeRO {zero}', batch=2, accumulate=2, zero=zero, **flags)
+                  for zero in ([3] if method == 'ahead' else range(4))]
+        for numbers in stages:
+            alike(numbers, once, f'{method}: accumulated', 1e-5)
+        for one, two in zip(stages[::2], stages[1::2]):
+            same(one, two, f'{method}: stages whose sums have one order')
+    one, three = (good(folder, f'accumulate {n}', accumulate=n) for n in (1, 3))
+    equal(three['peak_bytes'], one['peak_bytes'], 'whole gradients: the memory of one micro-batch')
+    whole = good(folder, 'accumulate', data='short.txt', accumulate=3, steps=6, save='k', save_every=3, keep=2)
+    check_files('k/checkpoint-6', whole['config'], 6, 'accumulate')
+    for ranks in (2, 3):
+        rest = good(folder, f'accumulate, resumed on {ranks}', data='short.txt', steps=6, ranks=ranks, resume='k/checkpoint-3')
+        equal(rest['config']['accumulate'], 3, 'accumulate is the checkpoint\'s')
+        near(rest['loss'], whole['loss'][3:], 0 if ranks == 2 else 1e-4, f'accumulate, resumed on {ranks}')
+
+
 def test_activations(folder):
     """What is kept, and where, changes no bit and no promise of bytes."""
     settings = ['offload', 'sao:2', 'sac', 'sac:2', 'blocks:2', 'blocks:3,grad', 'ac,grad', 'sac:1,grad']
@@ -501,7 +524,7 @@ def check_files(path, c, step, what):
     equal(meta, {**schedule, 'steps': str(c['steps']), 'warmup': str(c['warmup']), 'decay': str(c['decay']),
                  'schedule': str(SCHEDULES.index(c['schedule'])),
                  'dtype': c['dtype'], 'step': str(step), 'tokens': str(c['tokens']), 'batch': str(c['batch']),
-                 'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
+                 'accumulate': str(c['accumulate']), 'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
                  'text_hash': str(fnv(read(c['data']))), 'format_version': '1'},
           f'{what}: metadata of the optimizer')
     names = {prefix + name: ('F32', shape) for name, shape in want.items() for prefix in ('exp_avg.', 'exp_avg_sq.')}
@@ -1187,7 +1210,8 @@ def test_resume_refusals(folder):
         failed(folder, given(**{**base, 'steps': steps}), 1, ['done 4 steps', f'says {steps}'])
     failed(folder, given(**{**base, 'steps': None}), 1, ['done all 4 steps of its training'])
     for more, *words in [({'seed': 4}, '--seed 3', '--seed 4'), ({'tokens': 32}, '--tokens 64', '--tokens 32'),
-                         ({'batch': 1}, '--batch 2', '--batch 1'), ({'dtype': 'bf16'}, 'f32', 'bf16'),
+                         ({'batch': 1}, '--batch 2', '--batch 1'),
+                         ({'accumulate': 2}, '--accumulate 1', '--accumulate 2'), ({'dtype': 'bf16'}, 'f32', 'bf16'),
                          ({'data': 'other'}, '388085', '388084'),
                          ({'data': 'backwards'}, 'another text than backwards', 'same length')]:
         failed(folder, given(**{**base, **more, 'save': 'n', 'json': 'x.json'}), 1, words)
@@ -1521,7 +1545,8 @@ def test_sample(folder):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods, test_activations,
+    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
+                       test_accumulate, test_activations,
                        test_zero, test_prefetch, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

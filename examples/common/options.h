@@ -68,7 +68,7 @@ typedef struct options {
     int64_t *borders,
         borders_n; /* of cu_seqlens, the planned documents, or the first step's: [borders_n + 1]; NULL = none */
 
-    int64_t tokens, batch, steps, warmup, seed;
+    int64_t tokens, batch, accumulate, steps, warmup, seed;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 
     activations_setting activations;
@@ -131,7 +131,9 @@ static const flag_row flag_rows[] = {
     {"tokens", "N", IN_PLAN, in_run, FLAG_WHOLE, AT(tokens), 1, INT32_MAX, NULL, 0,
      "tokens of a sequence, over all ranks; 128k is 128 x 2^10, 5M 5 x 2^20, 1e6 a million"},
     {"batch", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(batch), 1, INT32_MAX, "1", FLAG_DATA,
-     "sequences of a step"},
+     "sequences of a micro-batch, of which a step has --accumulate"},
+    {"accumulate", "N", IN_TRAIN, in_run, FLAG_WHOLE, AT(accumulate), 1, 1 << 20, "1", FLAG_DATA,
+     "micro-batches of a step, whose gradients are summed: a step has batch * accumulate sequences and the memory of batch"},
     {"batch", "N", IN_COMPARE, in_run, FLAG_WHOLE, AT(batch), 1, (double)INT64_MAX, "1", 0, "sequences"},
 
     /* the model, or the block */
@@ -322,7 +324,7 @@ static const flag_row flag_rows[] = {
     {"keep", "N", IN_TRAIN, in_files, FLAG_INT, AT(keep), 0, 1000000, "1", FLAG_TRAINING,
      "checkpoints that stay; 0: all"},
     {"resume", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(resume), 0, 0, NULL, FLAG_READ,
-     "continue from a checkpoint: its model, data, seed, tokens, batch and dtype, and its schedule unless a flag says "
+     "continue from a checkpoint: its model, data, seed, tokens, batch, accumulate and dtype, and its schedule unless a flag says "
      "otherwise; bit for bit on as many ranks"},
     {"load", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(load), 0, 0, NULL, FLAG_READ,
      "start from the weights of a Hugging Face folder, whose config.json says what the model is"},

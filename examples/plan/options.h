@@ -125,6 +125,7 @@ static int options_resolve(job *j)
     status = options_method(j);
     if (status == 0 && o->lengths != NULL) status = packed_read(o, o->lengths);
     j->s = setting_of(o, NULL);
+    j->s.accumulate = 1;
     return status;
 }
 

@@ -46,11 +46,13 @@ typedef struct model {
     llama_rates rates; /* of RoPE, for the tokens of the plan */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
-    int zero;               /* stage: what is sharded over the ranks */
-    int prefetch;           /* stage 3: the next unit's weights are gathered while one is used */
-    upipe_dtype reduce;     /* in which gradients are sent to be summed */
-    const int64_t *borders; /* cu_seqlens that a dry run counts with, [borders_n + 1]; NULL: none */
-    int64_t borders_n;
+    int zero;           /* stage: what is sharded over the ranks */
+    int prefetch;       /* stage 3: the next unit's weights are gathered while one is used */
+    upipe_dtype reduce; /* in which gradients are sent to be summed */
+    int64_t accumulate; /* micro-batches of a step */
+    const int64_t *
+        borders; /* cu_seqlens that a dry run counts with, of each micro-batch, one behind the other; NULL: none */
+    int64_t borders_n; /* of one micro-batch, [borders_n + 1] */
 } model;
 
 /* One rank. Gradients are there in training alone. */
@@ -65,7 +67,7 @@ typedef struct model_rank {
     const float *vectors;
     float *vector_grads;
     int32_t *tokens, *targets;
-    const int64_t *borders; /* cu_seqlens of the step's packed documents; NULL: none */
+    const int64_t *borders; /* cu_seqlens of the micro-batch's packed documents; NULL: none */
     int64_t borders_n;
     float *losses;
 } model_rank;
@@ -84,6 +86,7 @@ static inline upipe_status model_init(model *m, const llama_layout *layout, cons
     d.head_dim = c->head_dim;
     UPIPE_TRY(upipe_plan_init(&m->plan, &d, e));
     m->rows = m->plan.rows;
+    m->accumulate = 1;
     llama_rates_make(&m->rates, c, d.tokens);
     return UPIPE_OK;
 }

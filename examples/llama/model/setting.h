@@ -1,6 +1,6 @@
 /* setting.h -- what decides what a rank of a training holds and does, and the model of each rank
  *
- *     setting s = {&layout, how, activations, tokens, 1, UPIPE_BF16, 0, 3};
+ *     setting s = {&layout, how, activations, tokens, 1, 1, UPIPE_BF16, 0, 3};
  *     setting_model(&m, &s, rank, &err);
  */
 #ifndef LLAMA_SETTING_H
@@ -10,15 +10,16 @@
 #include "model.h"
 #include "plans.h"
 
-/* how: resolved (method_resolve).  tokens: of a sequence, over all ranks.  tile_bytes: of MLP and loss, 0 = the
+/* how: resolved (method_resolve).  tokens: of a sequence, over all ranks.  batch: sequences of a micro-batch.  accumulate:
+ * micro-batches of a step.  tile_bytes: of MLP and loss, 0 = the
  * library's default.  zero: what is sharded over the ranks, 0 nothing to 3 everything.  reduce: the type in which
  * gradients are sent to be summed.  prefetch: with zero 3 the next unit's weights are gathered ahead.  borders: of the documents
- * that are packed into a planned step, [borders_n + 1]; NULL = none */
+ * that are packed into a planned step, as model.borders; NULL = none */
 typedef struct setting {
     const llama_layout *layout;
     method_choice how;
     activations_setting activations;
-    int64_t tokens, batch;
+    int64_t tokens, batch, accumulate;
     upipe_dtype dtype;
     size_t tile_bytes;
     int zero, prefetch;
@@ -36,6 +37,7 @@ static inline setting setting_of(const options *o, const llama_layout *layout)
     s.activations = o->activations;
     s.tokens = o->tokens;
     s.batch = o->batch;
+    s.accumulate = o->accumulate;
     s.dtype = (upipe_dtype)o->dtype;
     s.tile_bytes = o->tile_bytes;
     s.zero = o->zero;
@@ -65,6 +67,7 @@ static inline upipe_status setting_model(model *m, const setting *s, int rank, u
     m->zero = s->zero;
     m->prefetch = s->prefetch;
     m->reduce = s->reduce;
+    m->accumulate = s->accumulate;
     m->borders = s->borders;
     m->borders_n = s->borders_n;
     return UPIPE_OK;

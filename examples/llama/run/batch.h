@@ -4,12 +4,13 @@
 
 #include "log.h"
 
-/* This rank's tokens of sequence b, [part][batch][T]: a window of a text; of none (-1) nothing, and it has no target. */
-static inline int run_fill(run_rank *k, const corpus *text, int64_t b, int64_t window)
+/* This rank's tokens of sequence b of a micro-batch, [part][batch][T]: a window of a text; of none (-1) nothing, and it has no
+ * target. */
+static inline int run_fill(run_rank *k, const corpus *text, int64_t b, int64_t window, int32_t *inputs,
+                           int32_t *targets)
 {
     const model *m = &k->m;
     const int64_t batch = m->plan.desc.batch;
-    int32_t *const inputs = k->inputs, *const targets = k->inputs + m->rows;
     int64_t at = 0, i;
     int part, lost = 0;
     for (part = 0; part < model_parts(m); ++part) {
@@ -22,30 +23,34 @@ static inline int run_fill(run_rank *k, const corpus *text, int64_t b, int64_t w
     return lost;
 }
 
-/* A batch: sequences from number `first` on, of the training's shuffled windows, or of the evaluation's in their order. */
+/* Sequences from number `first` on, of the training's shuffled windows, or of the evaluation's in their order: micro-batches
+ * one behind the other, and the borders of their documents likewise. */
 static inline upipe_status run_batch(const run *u, run_rank *k, const corpus *text, int64_t first,
-                                     trainer_batch *out)
+                                     int64_t sequences, trainer_batch *out)
 {
     const model *m = &k->m;
-    const int64_t batch = m->plan.desc.batch;
-    int64_t b, i;
+    const int64_t batch = m->plan.desc.batch, rows = m->rows * (sequences / batch);
+    int32_t *const inputs = k->inputs, *const targets = k->inputs + rows;
+    int64_t used = 0, n, i; /* used: numbers of the borders */
     int lost = 0;
     memset(out, 0, sizeof *out);
-    out->inputs = k->inputs;
-    out->targets = k->inputs + m->rows;
+    out->inputs = inputs;
+    out->targets = targets;
     out->stop = run_signal;
     if (text->packed) out->borders = k->borders;
-    for (b = 0; b < batch; ++b) {
-        const int trains = text == &u->text, is_there = trains || first + b < text->windows;
+    for (n = 0; n < sequences; ++n) {
+        const int trains = text == &u->text, is_there = trains || first + n < text->windows;
+        const int64_t b = n % batch, at = n / batch * m->rows;
         const int64_t window =
-            !trains ? first + b : data_window(text, &k->order, (uint64_t)u->o.seed, first + b);
+            !trains ? first + n : data_window(text, &k->order, (uint64_t)u->o.seed, first + n);
         if (window < 0) return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
-        if (text->packed)
-            out->borders_n += data_borders(text, &k->order, is_there ? window : 0, b * u->o.tokens,
-                                           k->borders + out->borders_n);
-        lost |= run_fill(k, text, b, is_there ? window : -1);
+        if (text->packed) {
+            used += b == 0 && n > 0; /* behind those of the micro-batch before */
+            used += data_borders(text, &k->order, is_there ? window : 0, b * u->o.tokens, k->borders + used);
+        }
+        lost |= run_fill(k, text, b, is_there ? window : -1, inputs + at, targets + at);
     }
-    for (i = 0; i < m->rows; ++i) out->valid += out->targets[i] >= 0;
+    for (i = 0; i < rows; ++i) out->valid += targets[i] >= 0;
     if (lost) out->valid = -1;
     return UPIPE_OK;
 }

@@ -43,7 +43,7 @@ static inline upipe_status run_evaluate(run *u, run_rank *k)
     memset(&sum, 0, sizeof sum);
     for (window = 0; window < u->held.windows && !sum.stop && !sum.lost; window += batch) {
         trainer_batch b;
-        UPIPE_TRY(run_batch(u, k, &u->held, window, &b));
+        UPIPE_TRY(run_batch(u, k, &u->held, window, batch, &b));
         UPIPE_TRY(trainer_evaluate(&k->t, &b, &sum));
     }
     if (sum.lost) return run_lost(u, k, sum.lost, "evaluated");

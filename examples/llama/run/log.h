@@ -19,7 +19,7 @@ static inline void run_progress(run *u, const trainer_result *result, const trai
     u->line = now + fmin(fmax((now - u->begun) / RUN_LINE_SHARE, RUN_LINE_FIRST), RUN_LINE_MOST);
     fprintf(stderr, "step %lld/%lld  loss %.4f  norm %.3f  rate %.2e  %.0f tokens/s  ETA %.0f s\n",
             (long long)rates->step, (long long)u->o.steps, result->loss, result->norm, rates->rate,
-            (double)u->o.tokens * (double)u->o.batch / each, each * (double)left);
+            run_step_tokens(u) / each, each * (double)left);
 }
 
 /* A member of a line of --log, behind another; what is no number is null. */
@@ -52,7 +52,7 @@ static inline void run_log(run *u, const run_rank *k, const trainer_result *resu
     run_log_number(f, "loss", result->loss);
     run_log_number(f, "norm", result->norm);
     run_log_number(f, "rate", rates->rate);
-    run_log_number(f, "tokens_per_s", (double)u->o.tokens * (double)u->o.batch / seconds);
+    run_log_number(f, "tokens_per_s", run_step_tokens(u) / seconds);
     fprintf(f, ", \"seconds\": {\"step\": %.17g", seconds);
     for (i = 0; i < TRAINER_PHASES; ++i) run_log_number(f, trainer_phase_names[i], result->seconds[i]);
     fprintf(f, "}, \"peak_bytes\": %zu}\n", k->p.mem.peak);

@@ -21,7 +21,6 @@ static inline upipe_status run_dry_after(trainer *t, void *user)
     memset(&batch, 0, sizeof batch);
     memset(&score, 0, sizeof score);
     batch.borders = t->m.borders;
-    batch.borders_n = t->m.borders_n;
     if (after->u->o.eval != NULL) UPIPE_TRY(trainer_evaluate(t, &batch, &score));
     if (after->u->o.sample == 0) return UPIPE_OK;
     t->r.m = after->sampled;
@@ -75,12 +74,16 @@ static inline int run_plan_borders(run *u)
 {
     options *o = &u->o;
     data_order order;
-    int64_t b, window = 0;
+    const int64_t sequences = o->batch * o->accumulate;
+    int64_t n, window = 0;
     if (!u->text.packed) return 0;
-    o->borders = (int64_t *)malloc((size_t)data_borders_max(&u->text, o->batch) * sizeof *o->borders);
+    o->borders = (int64_t *)malloc((size_t)(data_borders_max(&u->text, o->batch) * o->accumulate) *
+                                   sizeof *o->borders);
     data_order_init(&order);
-    for (b = 0; o->borders != NULL && window >= 0 && b < o->batch; ++b) {
-        window = data_window(&u->text, &order, (uint64_t)o->seed, u->position.step * o->batch + b);
+    for (n = 0; o->borders != NULL && window >= 0 && n < sequences; ++n) {
+        const int64_t b = n % o->batch;
+        window = data_window(&u->text, &order, (uint64_t)o->seed, u->position.step * sequences + n);
+        o->borders_n += b == 0 && n > 0;
         if (window >= 0)
             o->borders_n += data_borders(&u->text, &order, window, b * o->tokens, o->borders + o->borders_n);
     }

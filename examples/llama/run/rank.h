@@ -44,11 +44,11 @@ static inline upipe_status run_open(run *u, run_rank *k, int rank)
         k->t.side = &k->ahead.side_stream;
         k->t.side_world = world_side(&u->net, rank);
     }
-    k->inputs = (int32_t *)malloc((size_t)k->m.rows * 2 * sizeof *k->inputs);
+    k->inputs = (int32_t *)malloc((size_t)(k->m.rows * u->o.accumulate) * 2 * sizeof *k->inputs);
     if (k->inputs == NULL)
         return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the tokens of a step");
     if (u->text.packed || u->held.packed) {
-        const int64_t n = data_borders_max(&u->text, u->o.batch),
+        const int64_t n = data_borders_max(&u->text, u->o.batch) * u->o.accumulate,
                       more = data_borders_max(&u->held, u->o.batch);
         k->borders = (int64_t *)malloc((size_t)(n > more ? n : more) * sizeof *k->borders);
         if (k->borders == NULL)
@@ -174,6 +174,7 @@ static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
 {
     run *u = (run *)user;
     run_rank *k = &u->ranks[rank];
+    const int64_t sequences = u->o.batch * u->o.accumulate; /* of a step */
     upipe_status s = run_open(u, k, rank);
     if (s == UPIPE_OK && u->o.steps == 0 && run_evaluates(u, 0)) s = run_evaluate(u, k);
     while (s == UPIPE_OK && k->step < u->o.steps && !k->ended) {
@@ -181,7 +182,7 @@ static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
         const trainer_rates rates = run_rates(u, ++k->step);
         trainer_batch batch;
         trainer_result result;
-        s = run_batch(u, k, &u->text, (k->step - 1) * u->o.batch, &batch);
+        s = run_batch(u, k, &u->text, (k->step - 1) * sequences, sequences, &batch);
         if (s == UPIPE_OK) s = trainer_step(&k->t, &batch, &rates, &result);
         if (s == UPIPE_OK && result.lost)
             s = run_lost(u, k, result.lost, "updated");

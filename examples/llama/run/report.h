@@ -172,12 +172,12 @@ static void report_sample(const run *u)
 static void report_table(const run *u)
 {
     const llama_config *c = &u->layout.config;
-    double each = (double)u->o.tokens * (double)u->o.batch;
+    double each = run_step_tokens(u);
     int64_t i;
     report_ranks(u);
     printf(", %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n",
            upipe_dtype_name((upipe_dtype)u->o.dtype), (long long)(u->layout.weights + u->layout.vectors),
-           (long long)c->layers, (long long)u->o.batch, (long long)u->o.tokens);
+           (long long)c->layers, (long long)(u->o.batch * u->o.accumulate), (long long)u->o.tokens);
     if (u->done > 0) {
         printf("steps %lld to %lld: loss %.4f -> %.4f, %.0f tokens/s\n", (long long)u->position.step + 1,
                (long long)(u->position.step + u->done), u->loss[0], u->loss[u->done - 1],
@@ -243,7 +243,7 @@ static void report_numbers(FILE *f, const char *name, const double *values, int6
 static void report_json_training(FILE *f, const run *u)
 {
     const run_rank *k = &u->ranks[0];
-    double tokens = (double)u->o.tokens * (double)u->o.batch * (double)u->done;
+    double tokens = run_step_tokens(u) * (double)u->done;
     int64_t i;
     fprintf(f, "  \"first_step\": %" PRId64 ",\n", u->position.step + 1);
     report_numbers(f, "loss", u->loss, u->done);

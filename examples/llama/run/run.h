@@ -38,7 +38,7 @@ typedef struct run_rank {
     upipe_ctx c;
     trainer t;
     data_order order;
-    int64_t *borders;   /* of a step's packed documents; NULL: there are none */
+    int64_t *borders;   /* of a step's packed documents, as trainer_batch has them; NULL: there are none */
     int32_t *inputs;    /* of a step, and behind them its targets */
     int64_t step, last; /* begun; the last one that updated the weights */
     int64_t sent;       /* before the first step */
@@ -80,6 +80,12 @@ typedef struct run {
     int failed;         /* a rank aborted, or a promise was broken */
     int broke;          /* nonzero: a step's loss or gradient is not finite; the sentence is out */
 } run;
+/* Tokens of a step. */
+static inline double run_step_tokens(const run *u)
+{
+    return (double)u->o.tokens * (double)u->o.batch * (double)u->o.accumulate;
+}
+
 static inline int run_fail(upipe_status s, const upipe_err *e)
 {
     return cli_fail("%s%s", cli_status(s), e->text);

@@ -15,8 +15,10 @@ enum {
 
 /* What a run must know to go on: where it is, on what data, and the schedule that it follows. */
 typedef struct llama_run {
-    int64_t step, tokens, batch, text_bytes; /* steps done; tokens of a sequence; sequences of a step */
-    int64_t steps, warmup, schedule, decay;  /* of the whole training */
+    int64_t step, tokens, batch,
+        accumulate; /* steps done; of a sequence; sequences of a micro-batch; these of a step */
+    int64_t text_bytes;
+    int64_t steps, warmup, schedule, decay; /* of the whole training */
     int64_t seed;
     uint64_t text_hash;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
@@ -28,6 +30,7 @@ static const field llama_run_fields[] = {
     {"step", "step", FLAG_WHOLE, AT(step), 0, 0, 0, 0},
     {"tokens", "tokens", FLAG_WHOLE, AT(tokens), 0, 0, 0, 0},
     {"batch", "batch", FLAG_WHOLE, AT(batch), 0, 0, 0, 0},
+    {"accumulate", "accumulate", FLAG_WHOLE, AT(accumulate), 0, 0, 0, 0},
     {"text_bytes", "text-bytes", FLAG_WHOLE, AT(text_bytes), 0, 0, 0, 0},
     {"steps", "steps", FLAG_WHOLE, AT(steps), 0, 0, 0, 0},
     {"warmup", "warmup", FLAG_WHOLE, AT(warmup), 0, 0, 0, 0},

@@ -118,7 +118,6 @@ static inline upipe_status memory_life(memory_dry *d, trainer *t, memory_then *t
     memset(&result, 0, sizeof result);
     batch.valid = 1;
     batch.borders = t->m.borders;
-    batch.borders_n = t->m.borders_n;
     mem->guard = memory_guard;
     mem->user = d;
     UPIPE_TRY(trainer_alloc(t));
@@ -144,8 +143,10 @@ static inline double memory_walk(const model *m)
     const upipe_plan *p = &m->plan;
     const double segments = (double)m->fpdt.segments, pairs = segments * segments + p->desc.ring;
     const double heads = (double)c->heads / p->per_rank + 2.0 * c->kv_heads / p->kv_per_rank;
-    return (double)c->layers * 2 * (model_parts(m) * (heads + 8) + pairs * p->per_rank * p->stages) +
-           (double)m->layout->weights / (UPIPE_ZERO_STRIP / 4) + 8.0 * m->layout->units;
+    const double micro =
+        (double)c->layers * 2 * (model_parts(m) * (heads + 8) + pairs * p->per_rank * p->stages) +
+        (double)m->layout->weights / (UPIPE_ZERO_STRIP / 4) + 8.0 * m->layout->units;
+    return micro * (double)m->accumulate;
 }
 
 /* Whether a rank's slice of n elements is as long as another's. */

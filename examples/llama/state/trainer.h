@@ -9,7 +9,12 @@
  *
  * Weights, gradients and optimizer are sharded over all ranks as model.zero says (upipe_zero.h): gradients are
  * summed over ranks into slices, each rank moves its slices of the weights, and those are gathered.
- * The loss is the mean over all valid targets of all ranks, however unequally they hold them.
+ * The loss is the mean over all valid targets of all ranks and micro-batches, however unequally these hold them: they are
+ * counted before the first forward.
+ *
+ * A step runs model.accumulate micro-batches in turn. Where each rank holds whole gradients, their sums over micro-batches
+ * are summed over ranks once, at the end; where gradients are sharded, each micro-batch's sums over ranks are added to the
+ * slices.
  *
  * The model's team and ring are in the context; sums here are over all ranks, the world.
  */
@@ -33,18 +38,18 @@ typedef struct trainer {
     upipe_comm *side_world;  /* and a second communicator of all ranks */
     int64_t *gathered;       /* [ranks][2] */
     double *sums;            /* [trainer_sums()], as they come from the device */
+    double losses;           /* the sum of the earlier micro-batches of the step */
     int timed;               /* the rank waits for its stream behind each phase, and takes the pool's time */
 } trainer;
 
-/* What a rank brings to a step: its tokens of every sequence, [part][batch][T], host memory. */
+/* What a rank brings to a step: its tokens of every sequence, [micro-batch][part][batch][T], host memory. */
 typedef struct trainer_batch {
     const int32_t *inputs, *targets;
     int64_t valid; /* targets >= 0; -1: this rank could not read its tokens, and no rank takes the step */
     const int64_t *
-        borders; /* of packed documents, the same on all ranks: mask.cu_seqlens [borders_n + 1] until the next
-                             * step; NULL: none */
-    int64_t borders_n;
-    int stop; /* not 0: this rank wants to stop after the step, by a signal of this number */
+        borders; /* of packed documents, the same on all ranks: mask.cu_seqlens of each micro-batch, from 0 to
+                             * batch * tokens, one behind the other, until the next step; NULL: none */
+    int stop;    /* not 0: this rank wants to stop after the step, by a signal of this number */
 } trainer_batch;
 
 typedef struct trainer_rates {
@@ -228,7 +233,7 @@ static inline upipe_status trainer_phase_end(trainer *t, trainer_result *result,
     if (!t->timed) return UPIPE_OK;
     UPIPE_TRY(c->ops->sync(c));
     now = c->mem->clock(c->mem->user);
-    if (phase >= 0) result->seconds[phase] = now - *since;
+    if (phase >= 0) result->seconds[phase] += now - *since;
     *since = now;
     return UPIPE_OK;
 }
@@ -256,7 +261,7 @@ static inline upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_res
     UPIPE_TRY(c->ops->copy(c, t->sums, sums, bytes)); /* the only wait for the device */
     UPIPE_TRY(upipe_free(c, sums));
     for (i = 2; i < trainer_sums(&t->m); i += 2) squares += t->sums[i] + t->sums[i + 1];
-    mine[0] = trainer_bits(t->sums[0] + t->sums[1]);
+    mine[0] = trainer_bits(t->losses + (t->sums[0] + t->sums[1]));
     mine[1] = trainer_bits(squares);
     UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
     result->loss = trainer_sum(t, 0) / (double)valid;
@@ -309,13 +314,11 @@ static inline upipe_status trainer_update(trainer *t, const trainer_rates *rates
     return UPIPE_OK;
 }
 
-/* What all ranks learn before a step: the valid targets, and whether one wants to stop, or has no tokens. Its tokens come
- * to the device. Where no token has a target, sums of nothing are divided by 1. */
+/* What all ranks learn before a step: the valid targets, and whether one wants to stop, or has no tokens. Where no token has a target, sums of nothing are divided by 1. */
 static inline upipe_status trainer_begin(trainer *t, const trainer_batch *batch, int64_t *valid,
                                          trainer_result *result)
 {
     upipe_ctx *c = t->r.c;
-    const size_t bytes = (size_t)t->m.rows * 4;
     const int64_t mine[2] = {batch->valid, batch->stop};
     int r;
     UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
@@ -326,22 +329,45 @@ static inline upipe_status trainer_begin(trainer *t, const trainer_batch *batch,
     }
     if (*valid < 1) *valid = 1;
     if (result->lost) return UPIPE_OK;
-    t->r.borders = batch->borders;
-    t->r.borders_n = batch->borders_n;
+    t->losses = 0;
     UPIPE_TRY(upipe_zero_grads_clear(c, &t->state.zero[LLAMA_WEIGHTS]));
-    UPIPE_TRY(upipe_zero_grads_clear(c, &t->state.zero[LLAMA_VECTORS]));
-    UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
-    return c->ops->copy(c, t->r.targets, batch->targets, bytes);
+    return upipe_zero_grads_clear(c, &t->state.zero[LLAMA_VECTORS]);
 }
 
-/* trainer_step -- forward, backward, sums over ranks, AdamW; all ranks together. Each rank's gradients are its tokens' part
+/* Micro-batch number i of the step, after the one before it: its tokens come to the device. */
+static inline upipe_status trainer_tokens(trainer *t, const trainer_batch *batch, int64_t i)
+{
+    upipe_ctx *c = t->r.c;
+    const size_t bytes = (size_t)t->m.rows * 4, at = (size_t)i * bytes;
+    const int64_t end = t->m.plan.desc.tokens * t->m.plan.desc.batch;
+    if (batch->borders != NULL) {
+        t->r.borders = i == 0 ? batch->borders : t->r.borders + t->r.borders_n + 1;
+        for (t->r.borders_n = 1; t->r.borders[t->r.borders_n] < end;) ++t->r.borders_n;
+    }
+    UPIPE_TRY(c->ops->copy(c, t->r.tokens, upipe_offset(batch->inputs, at), bytes));
+    return c->ops->copy(c, t->r.targets, upipe_offset(batch->targets, at), bytes);
+}
+
+/* The losses of a micro-batch are summed before the next one's take their place. */
+static inline upipe_status trainer_losses(trainer *t)
+{
+    upipe_ctx *c = t->r.c;
+    void *sums;
+    UPIPE_TRY(upipe_alloc(c, &sums, 2 * sizeof *t->sums, UPIPE_USE_OTHER, "sums"));
+    UPIPE_TRY(trainer_total(c, (double *)sums, t->r.losses, t->m.rows, 0));
+    UPIPE_TRY(c->ops->copy(c, t->sums, sums, 2 * sizeof *t->sums));
+    t->losses += t->sums[0] + t->sums[1];
+    return upipe_free(c, sums);
+}
+
+/* trainer_step -- forward and backward of each micro-batch, sums over ranks, AdamW; all ranks together. Each rank's gradients are its tokens' part
  *                 of those of the mean loss over all valid targets
  *   errors  those of the library
  */
 static inline upipe_status trainer_step(trainer *t, const trainer_batch *batch, const trainer_rates *rates,
                                         trainer_result *result)
 {
-    int64_t valid;
+    int64_t valid, i;
     double since = 0;
     upipe_status s;
     upipe_view x;
@@ -349,10 +375,14 @@ static inline upipe_status trainer_step(trainer *t, const trainer_batch *batch, 
     UPIPE_TRY(trainer_phase_end(t, result, -1, &since));
     UPIPE_TRY(trainer_begin(t, batch, &valid, result));
     if (result->lost) return UPIPE_OK;
-    UPIPE_TRY(model_fwd(&t->r, &x, 1));
-    UPIPE_TRY(trainer_phase_end(t, result, TRAINER_FORWARD, &since));
-    UPIPE_TRY(model_bwd(&t->r, x, (float)(1.0 / (double)valid)));
-    UPIPE_TRY(trainer_phase_end(t, result, TRAINER_BACKWARD, &since));
+    for (i = 0; i < t->m.accumulate; ++i) {
+        UPIPE_TRY(trainer_tokens(t, batch, i));
+        UPIPE_TRY(model_fwd(&t->r, &x, 1));
+        UPIPE_TRY(trainer_phase_end(t, result, TRAINER_FORWARD, &since));
+        UPIPE_TRY(model_bwd(&t->r, x, (float)(1.0 / (double)valid)));
+        if (i + 1 < t->m.accumulate) UPIPE_TRY(trainer_losses(t));
+        UPIPE_TRY(trainer_phase_end(t, result, TRAINER_BACKWARD, &since));
+    }
     model_phase(&t->r, MODEL_UPDATE);
     s = trainer_reduce(t, valid, result);
     if (s == UPIPE_OK) s = trainer_phase_end(t, result, TRAINER_SUM, &since);
@@ -400,7 +430,6 @@ static inline upipe_status trainer_nats(trainer *t, int64_t sums[2])
 static inline upipe_status trainer_evaluate(trainer *t, const trainer_batch *batch, trainer_score *sum)
 {
     upipe_ctx *c = t->r.c;
-    const size_t bytes = (size_t)t->m.rows * 4;
     int64_t mine[2] = {batch->valid, batch->stop};
     upipe_view x;
     int r;
@@ -411,10 +440,7 @@ static inline upipe_status trainer_evaluate(trainer *t, const trainer_batch *bat
     }
     if (sum->lost || sum->stop) return UPIPE_OK;
     for (r = 0; r < t->world->ranks; ++r) sum->targets += t->gathered[2 * r];
-    t->r.borders = batch->borders;
-    t->r.borders_n = batch->borders_n;
-    UPIPE_TRY(c->ops->copy(c, t->r.tokens, batch->inputs, bytes));
-    UPIPE_TRY(c->ops->copy(c, t->r.targets, batch->targets, bytes));
+    UPIPE_TRY(trainer_tokens(t, batch, 0));
     UPIPE_TRY(model_fwd(&t->r, &x, 0));
     UPIPE_TRY(model_loss_fwd(&t->r, x));
     UPIPE_TRY(model_free_block(&t->r, x));
