@@ -216,4 +216,18 @@ UPIPE_API upipe_status upipe_bwd_store(upipe_ctx *c, void *pass, int i)
     return upi_kv_grad_store(c, f, i, &st->dkv);
 }
 
+/* upipe_saved_free -- frees what is left of the forward's results
+ *   errors  ARG for blocks that a failed transfer has quarantined: upipe_mem_release first
+ */
+UPIPE_API upipe_status upipe_saved_free(upipe_ctx *c, upipe_saved *save)
+{
+    if (save == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "save is NULL");
+    UPIPE_TRY(upipe_free(c, save->out.data));
+    UPIPE_TRY(upipe_free(c, save->lse));
+    UPIPE_TRY(upipe_free(c, save->delta));
+    UPIPE_TRY(upipe_free(c, save->o));
+    memset(save, 0, sizeof *save);
+    return UPIPE_OK;
+}
+
 #endif

@@ -232,8 +232,8 @@ UPI_CPU_KERNEL void upi_linear_gates(upi_linear_worker *w, int64_t row, int l, i
     double sum = 0;
     int i, j;
     for (i = 0; i < l; ++i) {
-        const float g = *(const float *)upipe_view_at(a->g, row + i, head);
-        sum += g < UPI_LINEAR_LOWEST ? (double)UPI_LINEAR_LOWEST : (double)g;
+        const double g = *(const float *)upipe_view_at(a->g, row + i, head), lowest = UPI_LINEAR_LOWEST;
+        sum += g < lowest ? lowest : g; /* a NaN stays one */
         w->sums[i] = sum;
         w->up[i] = (float)exp(sum);
         w->beta[i] = a->beta.data != NULL ? *(const float *)upipe_view_at(a->beta, row + i, head) : 1;
