@@ -122,7 +122,7 @@ def draw_paper(axes, place, measured):
         axes.plot([place - 0.38, place + 0.38], [measured, measured], color='#9c4a5b', linewidth=1.2)
         axes.annotate('measured by the paper', (place, measured), xytext=(0, -3), textcoords='offset points', ha='center',
                       va='top', fontsize=8, color='#9c4a5b')
-    return 'the paper: ' + ('out of memory' if measured is None else f'{measured:.1f} GiB')
+    return 'paper: ' + ('out of memory' if measured is None else f'{measured:.1f} GiB')
 
 
 def draw_stacks(axes, runs, stacks, unit):

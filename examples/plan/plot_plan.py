@@ -83,6 +83,10 @@ def settings(numbers):
         best = [one for one in numbers['settings'] if one['pareto']]
         axes.step([one['gpu_bytes'] / GIB for one in best], [one['seconds_step'] for one in best], where='pre', color='black',
                   linewidth=0.9, label='Pareto set')
+        for one in best:  # the setting of the title
+            if one['flags'] == numbers.get('best'):
+                axes.plot(one['gpu_bytes'] / GIB, one['seconds_step'], 'o', markersize=11, markerfacecolor='none', color='black',
+                          label='the fastest: the title')
     axes.set_title(numbers.get('best', 'nothing fits'), fontsize=9)
     axes.legend(frameon=False, fontsize=7, loc='center left', bbox_to_anchor=(1, 0.5))
     tidy(axes, 'y')
