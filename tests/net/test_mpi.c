@@ -556,6 +556,7 @@ static void test_host(int victim)
     upipe_err e;
     upipe_status s;
     MPI_Comm mpi;
+    float *sums;
     double one = 1;
     int rank, ranks;
     MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
@@ -569,6 +570,10 @@ static void test_host(int victim)
     g = upipe_qkv_grads_of(&a);
     CHECK_STATUS(upipe_qkv_fwd(c, &a, &saved), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_qkv_bwd(c, &a, &g, &saved), UPIPE_OK, c->err);
+    sums = (float *)calloc((size_t)ranks, UPIPE_REDUCE_STRIP * sizeof *sums);
+    if (!CHECK(sums != NULL)) return;
+    CHECK_STATUS(upipe_all_reduce(c, c->team, sums, (int64_t)UPIPE_REDUCE_STRIP * ranks), UPIPE_OK, c->err);
+    free(sums);
     CHECK_INT(h.host.mem.peak, h.host.dry.mem.peak);
     CHECK_STATUS(upipe_scalars_sum(c, c->team, &one, 1), UPIPE_OK, c->err);
     CHECK_INT(one, ranks);
