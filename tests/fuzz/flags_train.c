@@ -13,7 +13,7 @@ static void words_used(const options *o)
     const llama_config c = options_config(o);
     upipe_plan_desc d = method_desc(&o->how, c.heads, c.kv_heads);
     int last;
-    CHECK(o->tokens >= 1 && o->batch >= 1 && o->steps >= 1 && o->adam_eps > 0 && c.dim >= 1 && c.hidden >= 1);
+    CHECK(o->tokens >= 1 && o->batch >= 1 && o->steps >= 0 && o->adam_eps > 0 && c.dim >= 1 && c.hidden >= 1);
     d.tokens = o->tokens;
     d.batch = o->batch;
     d.model_dim = c.dim;
