@@ -159,7 +159,7 @@ def compile_refused(label, compiler, flags, suffix, text, sentence, top):
 
 def documented_build(label, nvcc, top):
     """The documented command for several devices embeds PTX of 8.0, which every later device takes, and Hopper's own code."""
-    with open(os.path.join(top, 'docs', 'backends.md'), encoding='utf-8') as page:
+    with open(os.path.join(top, 'docs', 'cuda.md'), encoding='utf-8') as page:
         line = re.search(r'^nvcc (.*\.cu)$', page.read().replace('\\\n', ' '), re.M)
     ok, said = run([nvcc, '--dryrun', *line.group(1).split()])
     parts = ('kind=ptx,sm=80,', 'kind=elf,sm=80,', 'kind=elf,sm=90a,')
