@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""test_gpt2.py PLAIN WITH_UPIPE SOURCE -- the example host: losses of both forms, and the lines that UPipe adds
+"""test_gpt2.py PLAIN WITH_UPIPE SOURCE -- the example host: losses and samples of both forms, and the lines that UPipe adds
 
-Every team and chunk must give the plain form's losses within the rounding of f32; Ulysses and UPipe of one team
-give the same bits.
+Every team and chunk must give the plain form's losses, of steps and of validations, within the rounding of f32, and its
+sample; Ulysses and UPipe of one team give the same bits.
 """
 
 import os
@@ -12,14 +12,18 @@ import sys
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, end, run_command  # pylint: disable=wrong-import-position
 
-MOST_LINES = 25
+MOST_LINES = 28
+STEPS, SAMPLED = 5, 6
 RUNS = [(1, 0), (1, 2), (1, 4), (2, 0), (2, 4), (4, 0)]  # ranks, chunk; with 4 ranks UPipe is Ulysses
 
 
-def losses(*command):
+def trained(*command):
+    """Loss and validation loss of each step, and the sample's tokens."""
     done = run_command(command, 60)
     done.check_returncode()
-    return [float(line) for line in done.stdout.split()]
+    *steps, sample = done.stdout.splitlines()
+    check((len(steps), len(sample.split())) == (STEPS, SAMPLED), f'{command}: {done.stdout}')
+    return [tuple(map(float, line.split())) for line in steps], sample
 
 
 def added(path):
@@ -41,12 +45,14 @@ def main():
     plain, with_upipe, source = sys.argv[1:]
     lines = added(source)
     check(0 < lines <= MOST_LINES, f'UPipe adds {lines} lines; at most {MOST_LINES}')
-    want, same = losses(plain), {}
-    check(len(want) == 5 and want[-1] < want[0], f'the plain form does not learn: {want}')
+    (want, sample), same = trained(plain), {}
+    check(all(late < early for early, late in zip(want[0], want[-1])), f'the plain form does not learn: {want}')
+    check(want[0][0] != want[0][1] and len(set(sample.split())) > 1, f'validation and sample say nothing: {want} {sample}')
     for ranks, chunk in RUNS:
-        got = losses(with_upipe, ranks, chunk)
-        check(len(got) == len(want) and all(abs(a - b) < 2e-6 for a, b in zip(got, want)),
+        got, made = trained(with_upipe, ranks, chunk)
+        check(all(abs(a - b) < 2e-6 for ours, plain_s in zip(got, want) for a, b in zip(ours, plain_s)),
               f'C {ranks} U {chunk}: losses {got}, not {want}')
+        check(made == sample, f'C {ranks} U {chunk}: the sample {made}, not {sample}')
         check(same.setdefault(ranks, got) == got, f'C {ranks} U {chunk}: other bits than another chunk')
     return end('gpt2')
 

@@ -1,7 +1,8 @@
-/* gpt2.c -- a small GPT-2 that trains: plain C, and with -DUPIPE the same over ranks that share the sequence
+/* gpt2.c -- a small GPT-2 that trains: plain C, and with -DUPIPE the same over ranks that share the sequences
  *
- * A trainer with layers of its own: fused Q, K, V with biases, learned positions, layer norms, GELU, a tied head. What
- * UPipe adds stands between #ifdef UPIPE and #else or #endif, and nowhere else. Prints a loss a step.
+ * A trainer with layers of its own: fused Q, K, V with biases, learned positions, layer norms, GELU, a tied head. Each step
+ * has a batch of sequences and a validation; at the end the model continues a sequence. What UPipe adds stands between
+ * #ifdef UPIPE and #else or #endif, and nowhere else. Prints a step's loss and validation loss, and the tokens that follow.
  *
  *     gpt2                              the plain form
  *     gpt2_upipe RANKS CHUNK            the ranks are threads; CHUNK 0: UPipe, 4: Ulysses
@@ -24,9 +25,11 @@ enum {
     DIM = HEADS * HEAD_DIM,
     HIDDEN = 4 * DIM,
     VOCAB = 64,
-    TOKENS = 32
+    TOKENS = 32,
+    BATCH = 2,
+    ROWS = BATCH * TOKENS
 };
-enum { STEPS = 5 };
+enum { STEPS = 5, PROMPT = 20, SAMPLED = 6 };
 
 /* Parameters, and their gradients: one flat array each. */
 typedef struct layer_weights {
@@ -43,13 +46,14 @@ enum { WEIGHTS = sizeof(weights) / sizeof(float) };
 
 /* What a layer keeps for its backward; x[LAYERS] is the input of the last norm. */
 typedef struct kept {
-    float x[TOKENS * DIM], norm1[TOKENS * DIM], qkv[TOKENS * 3 * DIM], heads[TOKENS * DIM];
-    float mid[TOKENS * DIM], norm2[TOKENS * DIM], up[TOKENS * HIDDEN], gelu[TOKENS * HIDDEN];
+    float x[ROWS * DIM], norm1[ROWS * DIM], qkv[ROWS * 3 * DIM], heads[ROWS * DIM];
+    float mid[ROWS * DIM], norm2[ROWS * DIM], up[ROWS * HIDDEN], gelu[ROWS * HIDDEN];
 } kept;
 
-/* A part of the sequence, and who computes it: all of it in the plain form. */
+/* A part of each sequence, one behind the other, and who computes it: all of them in the plain form. */
 typedef struct part {
-    int rows, position[TOKENS];
+    int rows, sequence[ROWS], position[ROWS], input[ROWS], target[ROWS];
+    int evaluates; /* nothing is kept for a backward */
     kept layer[LAYERS + 1];
 #ifdef UPIPE
     upipe_host *host;
@@ -157,10 +161,14 @@ static int attention_fwd(part *p, int l)
     float *heads = p->layer[l].heads, *qkv = p->layer[l].qkv;
 #ifdef UPIPE
     const upipe_qkv a = upipe_qkv_fused(&p->host->call, qkv, heads, UPIPE_F32);
+    if (p->evaluates) return upipe_qkv_eval(&p->host->ctx, &a) != UPIPE_OK;
     return upipe_qkv_fwd(&p->host->ctx, &a, &p->saved[l]) != UPIPE_OK;
 #else
     for (int i = 0; i < p->rows; ++i)
-        for (int h = 0; h < HEADS; ++h) attend(heads, NULL, NULL, qkv, i, h);
+        for (int h = 0; h < HEADS; ++h) {
+            const int first = p->sequence[i] * TOKENS;
+            attend(heads + first * DIM, NULL, NULL, qkv + first * 3 * DIM, i - first, h);
+        }
     return 0;
 #endif
 }
@@ -176,16 +184,28 @@ static int attention_bwd(part *p, int l, float *dqkv, float *dheads)
 #else
     memset(dqkv, 0, (size_t)p->rows * 3 * DIM * sizeof *dqkv);
     for (int i = 0; i < p->rows; ++i)
-        for (int h = 0; h < HEADS; ++h) attend(heads, dheads, dqkv, qkv, i, h);
+        for (int h = 0; h < HEADS; ++h) {
+            const int first = p->sequence[i] * TOKENS, at = first * 3 * DIM;
+            attend(heads + first * DIM, dheads + first * DIM, dqkv + at, qkv + at, i - first, h);
+        }
     return 0;
 #endif
 }
 
 /* ---- the model ---- */
 
-static int token(int position)
+static int token(int sequence, int position)
 {
-    return (position * position * 7 + position / 3) % VOCAB;
+    return (position * position * 7 + position / 3 + 11 * sequence) % VOCAB;
+}
+
+/* Sequences from number `first` on. */
+static void fill(part *p, int first)
+{
+    for (int i = 0; i < p->rows; ++i) {
+        p->input[i] = token(first + p->sequence[i], p->position[i]);
+        p->target[i] = token(first + p->sequence[i], p->position[i] + 1);
+    }
 }
 
 static float gelu_slope(float x, float *y)
@@ -220,7 +240,7 @@ static int layer_bwd(part *p, int l, weights *w, weights *dw, float *dx)
     layer_weights *b = &w->layer[l], *g = &dw->layer[l];
     kept *k = &p->layer[l];
     const int n = p->rows;
-    float dup[TOKENS * HIDDEN], dnorm[TOKENS * DIM], dheads[TOKENS * DIM], dqkv[TOKENS * 3 * DIM], y;
+    float dup[ROWS * HIDDEN], dnorm[ROWS * DIM], dheads[ROWS * DIM], dqkv[ROWS * 3 * DIM], y;
     linear_bwd(dup, g->down, g->down_bias, dx, k->gelu, b->down, n, HIDDEN, DIM);
     for (int i = 0; i < n * HIDDEN; ++i) dup[i] *= gelu_slope(k->up[i], &y);
     linear_bwd(dnorm, g->up, g->up_bias, dup, k->norm2, b->up, n, DIM, HIDDEN);
@@ -232,44 +252,92 @@ static int layer_bwd(part *p, int l, weights *w, weights *dw, float *dx)
     return 0;
 }
 
-/* The mean loss of this part's rows, times their share, and its gradients (+=). */
-static int forward_backward(part *p, weights *w, weights *dw, float *loss)
+/* y: the stream behind the last norm. */
+static int forward(part *p, weights *w, float *y)
 {
-    float y[TOKENS * DIM], dy[TOKENS * DIM] = {0}, dx[TOKENS * DIM] = {0}, logits[VOCAB];
-    int l, i, k, v;
-    for (i = 0; i < p->rows; ++i)
-        for (k = 0; k < DIM; ++k)
+    for (int i = 0; i < p->rows; ++i)
+        for (int k = 0; k < DIM; ++k)
             p->layer[0].x[i * DIM + k] =
-                w->tokens[token(p->position[i]) * DIM + k] + w->positions[p->position[i] * DIM + k];
-    for (l = 0; l < LAYERS; ++l)
+                w->tokens[p->input[i] * DIM + k] + w->positions[p->position[i] * DIM + k];
+    for (int l = 0; l < LAYERS; ++l)
         if (layer_fwd(p, l, w)) return 1;
     norm(y, p->layer[LAYERS].x, w->norm, p->rows);
+    return 0;
+}
+
+/* The logits of a row become its probabilities; returns the log of the target's, and the likeliest token in *best. */
+static float head(float *logits, const float *y, const weights *w, int target, int *best)
+{
+    float total = 0, top, score;
+    int v, k;
+    for (*best = v = 0; v < VOCAB; ++v) {
+        for (logits[v] = 0, k = 0; k < DIM; ++k) logits[v] += y[k] * w->tokens[v * DIM + k];
+        if (logits[v] > logits[*best]) *best = v;
+    }
+    top = logits[*best], score = logits[target];
+    for (v = 0; v < VOCAB; ++v) total += expf(logits[v] - top);
+    for (v = 0; v < VOCAB; ++v) logits[v] = expf(logits[v] - top) / total;
+    return score - top - logf(total);
+}
+
+/* The mean loss of all rows: of this part its share, and its gradients (+=), unless it evaluates. */
+static int forward_backward(part *p, weights *w, weights *dw, float *loss)
+{
+    float y[ROWS * DIM], dy[ROWS * DIM] = {0}, dx[ROWS * DIM] = {0}, share[VOCAB];
+    int l, i, k, v, best;
+    if (forward(p, w, y)) return 1;
     for (*loss = 0, i = 0; i < p->rows; ++i) {
-        float top = -1e30f, total = 0;
-        for (v = 0; v < VOCAB; ++v) {
-            for (logits[v] = 0, k = 0; k < DIM; ++k) logits[v] += y[i * DIM + k] * w->tokens[v * DIM + k];
-            if (logits[v] > top) top = logits[v];
-        }
-        const int next = token(p->position[i] + 1);
-        for (v = 0; v < VOCAB; ++v) total += expf(logits[v] - top);
-        *loss += (top + logf(total) - logits[next]) / TOKENS;
-        for (v = 0; v < VOCAB; ++v) {
-            const float g = (expf(logits[v] - top) / total - (v == next)) / TOKENS;
+        *loss -= head(share, y + i * DIM, w, p->target[i], &best) / ROWS;
+        for (v = 0; v < VOCAB && !p->evaluates; ++v) {
+            const float g = (share[v] - (v == p->target[i])) / ROWS;
             for (k = 0; k < DIM; ++k) {
                 dy[i * DIM + k] += g * w->tokens[v * DIM + k];
                 dw->tokens[v * DIM + k] += g * y[i * DIM + k];
             }
         }
     }
+    if (p->evaluates) return 0;
     norm_bwd(dx, dw->norm, dy, p->layer[LAYERS].x, w->norm, p->rows);
     for (l = LAYERS - 1; l >= 0; --l)
         if (layer_bwd(p, l, w, dw, dx)) return 1;
     for (i = 0; i < p->rows; ++i)
         for (k = 0; k < DIM; ++k) {
-            dw->tokens[token(p->position[i]) * DIM + k] += dx[i * DIM + k];
+            dw->tokens[p->input[i] * DIM + k] += dx[i * DIM + k];
             dw->positions[p->position[i] * DIM + k] += dx[i * DIM + k];
         }
     return 0;
+}
+
+/* The likeliest token after the first `used` positions of sequence 0; a part without the last of them says 0. */
+static int likeliest(part *p, weights *w, int used, double *next)
+{
+    float y[ROWS * DIM], share[VOCAB];
+    int best;
+    if (forward(p, w, y)) return 1;
+    for (int i = 0; i < p->rows; ++i)
+        if (p->sequence[i] == 0 && p->position[i] == used - 1) {
+            head(share, y + i * DIM, w, 0, &best);
+            *next = best;
+        }
+    return 0;
+}
+
+/* The model continues a sequence; the whole context anew for each token. */
+static int sample(part *p, weights *w, int first)
+{
+    int bad = 0;
+    fill(p, 0);
+    for (int used = PROMPT; used < PROMPT + SAMPLED && !bad; ++used) {
+        double next = 0;
+        bad = likeliest(p, w, used, &next);
+#ifdef UPIPE
+        bad = bad || upipe_scalars_sum(&p->host->ctx, p->host->ctx.team, &next, 1);
+#endif
+        for (int i = 0; i < p->rows; ++i)
+            if (p->sequence[i] == 0 && p->position[i] == used) p->input[i] = (int)next;
+        if (first && !bad) printf("%d%s", (int)next, used + 1 < PROMPT + SAMPLED ? " " : "\n");
+    }
+    return bad;
 }
 
 static void weights_init(weights *w)
@@ -290,20 +358,29 @@ static void weights_init(weights *w)
 static int train(part *p, int first)
 {
     weights *w = (weights *)malloc(sizeof *w), *dw = (weights *)malloc(sizeof *dw);
-    float loss;
+    float loss[2]; /* of the step, and of other sequences behind it */
     int bad = w == NULL || dw == NULL;
     if (!bad) weights_init(w);
     for (int step = 0; step < STEPS && !bad; ++step) {
         memset(dw, 0, sizeof *dw);
-        bad = forward_backward(p, w, dw, &loss);
+        fill(p, 0);
+        bad = forward_backward(p, w, dw, &loss[0]);
 #ifdef UPIPE
         upipe_ctx *c = &p->host->ctx;
         bad = bad || upipe_all_reduce(c, c->team, (float *)dw, WEIGHTS);
-        bad = bad || upipe_all_reduce(c, c->team, &loss, 1);
 #endif
         for (int i = 0; i < WEIGHTS && !bad; ++i) ((float *)w)[i] -= 0.1f * ((float *)dw)[i];
-        if (first && !bad) printf("%.9g\n", (double)loss);
+        fill(p, BATCH);
+        p->evaluates = 1;
+        bad = bad || forward_backward(p, w, NULL, &loss[1]);
+        p->evaluates = 0;
+#ifdef UPIPE
+        bad = bad || upipe_all_reduce(c, c->team, loss, 2);
+#endif
+        if (first && !bad) printf("%.9g %.9g\n", (double)loss[0], (double)loss[1]);
     }
+    p->evaluates = 1;
+    bad = bad || sample(p, w, first);
     free(w);
     free(dw);
     return bad;
@@ -313,8 +390,10 @@ static int train(part *p, int first)
 static upipe_status rank_main(void *user, upipe_host *h)
 {
     static _Thread_local part p; /* a rank is a thread */
-    for ((void)user, p.host = h; p.rows < h->plan.rows; ++p.rows)
-        p.position[p.rows] = (int)upipe_shard_pos(&h->plan.shard, p.rows);
+    for ((void)user, p.host = h; p.rows < h->plan.rows; ++p.rows) {
+        p.sequence[p.rows] = p.rows / (int)h->plan.shard.n;
+        p.position[p.rows] = (int)upipe_shard_pos(&h->plan.shard, p.rows % h->plan.shard.n);
+    }
     return train(&p, h->ctx.team->rank == 0) ? h->ctx.err.status : UPIPE_OK;
 }
 #endif
@@ -322,7 +401,7 @@ static upipe_status rank_main(void *user, upipe_host *h)
 int main(int argc, char **argv)
 {
 #ifdef UPIPE
-    upipe_host_desc desc = {.plan = {.tokens = TOKENS, .heads = HEADS, .head_dim = HEAD_DIM},
+    upipe_host_desc desc = {.plan = {.tokens = TOKENS, .batch = BATCH, .heads = HEADS, .head_dim = HEAD_DIM},
                             .layers = LAYERS};
     upipe_ops ops;
     upipe_err err;
@@ -332,7 +411,8 @@ int main(int argc, char **argv)
 #else
     static part p;
     (void)argc, (void)argv;
-    for (p.rows = 0; p.rows < TOKENS; ++p.rows) p.position[p.rows] = p.rows;
+    for (; p.rows < ROWS; ++p.rows)
+        p.sequence[p.rows] = p.rows / TOKENS, p.position[p.rows] = p.rows % TOKENS;
     return train(&p, 1);
 #endif
 }
