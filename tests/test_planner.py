@@ -150,6 +150,7 @@ def same_bytes():
               False),
              ({}, 2, 'f32', ['--method', 'fpdt', '--segments', '4', '--activations', 'blocks:2,grad'], True),
              ({}, 2, 'f32', ['--method', 'upipe-fpdt', '--activations', 'offload', '--overlap'], False),
+             ({}, 2, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '3'], True),
              (uneven, 3, 'f32', ['--method', 'upipe', '--activations', 'offload'], True)]
     for number, (config, ranks, dtype, words, real) in enumerate(cases):
         words = [*words, '--dtype', dtype, '--tokens', '512', '--zero', number % 4]
@@ -172,6 +173,15 @@ def same_bytes():
         _, said, theirs = run(TRAIN, *shape, *words, '--steps', '1', '--sample', '0')
         check(theirs is not None and (theirs['plan_bytes'] == theirs['peak_bytes']), f'{words}: {said[-400:]}')
         check(config == uneven or theirs['peak_bytes'] == live, f"{words}: a training held {theirs['peak_bytes']}")
+
+
+def accumulated():
+    """A step of K micro-batches takes K times as long, and from the second one on the memory stays."""
+    words = ['--model', model('accumulated'), '--tokens', '4k', '--zero', '3']
+    one, two, four = (plan(*words, '--accumulate', k) for k in (1, 2, 4))
+    check(abs(two['seconds_step'] / one['seconds_step'] - 2) < 0.02, f"{two['seconds_step']} s of 2, {one['seconds_step']} of 1")
+    check(abs(four['tokens_per_s_per_gpu'] / one['tokens_per_s_per_gpu'] - 1) < 0.02, f"{four['tokens_per_s_per_gpu']} tokens/s")
+    check(two['gpu_bytes'] == four['gpu_bytes'] >= one['gpu_bytes'], f"{[k['gpu_bytes'] for k in (one, two, four)]} bytes")
 
 
 # ---- what people write, and what is refused ----
@@ -198,6 +208,8 @@ def numbers():
 
 def refusals():
     small = ['--model', 'llama3-8b', '--tokens', '128k']
+    refused('--accumulate would have no effect', *small, '--accumulate', '2', '--as', 'torchtitan')
+    refused('--accumulate would have no effect', *small, '--accumulate', '2', '--documents', 'lognormal:2k,1.5,128k')
     paper_s = [*small, '--as', 'torchtitan']
     for sentence, *words in [
         ('neither a folder', '--model', 'llama9', '--tokens', '1M'), ('--tokens is missing', '--model', 'llama3-8b'),
@@ -402,6 +414,6 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, same_bytes, numbers, documents, refusals, paths, others, pictures:
+    for test in paper, same_bytes, accumulated, numbers, documents, refusals, paths, others, pictures:
         test()
 sys.exit(end('planner'))

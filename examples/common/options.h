@@ -132,7 +132,7 @@ static const flag_row flag_rows[] = {
      "tokens of a sequence, over all ranks; 128k is 128 x 2^10, 5M 5 x 2^20, 1e6 a million"},
     {"batch", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(batch), 1, INT32_MAX, "1", FLAG_DATA,
      "sequences of a micro-batch, of which a step has --accumulate"},
-    {"accumulate", "N", IN_TRAIN, in_run, FLAG_WHOLE, AT(accumulate), 1, 1 << 20, "1", FLAG_DATA,
+    {"accumulate", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(accumulate), 1, 1 << 20, "1", FLAG_DATA,
      "micro-batches of a step, whose gradients are summed: a step has batch * accumulate sequences and the memory of batch"},
     {"batch", "N", IN_COMPARE, in_run, FLAG_WHOLE, AT(batch), 1, (double)INT64_MAX, "1", 0, "sequences"},
 

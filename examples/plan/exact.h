@@ -26,7 +26,8 @@ static void exact_bytes(estimate *e, const memory_plan *p)
 static void exact_work(estimate *e, const memory_plan *p, const model *m, const setting *s)
 {
     estimate_work *w = &e->work;
-    const double passes = (double)p->work.attn_calls;
+    const double passes = (double)p->work.attn_calls,
+                 once = 3.0 * (double)(m->layout->config.layers * s->accumulate);
     w->attn_fwd = p->work.attn_fwd;
     w->attn_bwd = p->work.attn_bwd;
     w->products = p->work.products;
@@ -36,13 +37,13 @@ static void exact_work(estimate *e, const memory_plan *p, const model *m, const 
     /* to all ranks: weights are gathered ahead where that is asked for, sums of gradients are waited for */
     w->exposed = (double)(p->sent - p->sent_team - p->sent_ring);
     if (s->prefetch) {
-        const double sums = (double)m->layout->weights * (double)upipe_dtype_bytes(s->reduce);
+        const double sums =
+            (double)(m->layout->weights * s->accumulate) * (double)upipe_dtype_bytes(s->reduce);
         w->states = fmax(0, w->exposed - sums * (1 - 1.0 / s->how.ranks));
         w->exposed -= w->states;
     }
     *(s->how.segments > 0 && !s->how.overlap ? &w->waited : &w->moved) = (double)p->moved;
-    w->stages =
-        passes > 3 * (double)m->layout->config.layers ? passes - 3 * (double)m->layout->config.layers : 0;
+    w->stages = fmax(0, passes - once);
 }
 
 static int exact_same(const model *a, const model *b)
@@ -121,7 +122,7 @@ static void exact_estimate(estimate *e, const setting *s, const upipe_ops *ops, 
         exact_bytes(e, &plans[largest]);
         exact_work(e, &plans[slowest], &all[slowest], s);
         if (s->borders != NULL) exact_packed(e, &all[slowest]);
-        estimate_time(e, m, ranks, all[0].plan.desc.ranks, s->layout->config.layers);
+        estimate_time(e, m, ranks, all[0].plan.desc.ranks, s->layout->config.layers * s->accumulate);
     }
     free(plans);
     free(all);

@@ -110,6 +110,9 @@ static int options_resolve(job *j)
         return cli_refuse("--tokens and --max-tokens contradict each other: the latter looks for them");
     if (o->lengths != NULL && (o->max_tokens || o->as_titan))
         return cli_refuse("--documents would have no effect with --max-tokens, and as torchtitan");
+    if (o->accumulate > 1 && (o->lengths != NULL || o->as_titan))
+        return cli_refuse(
+            "--accumulate would have no effect with --documents, which are one micro-batch's, and as torchtitan");
     if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
     if (o->as_titan && (o->dtype != UPIPE_BF16 || options_given(o, &o->device) ||
                         options_given(o, &o->zero) || o->zero_prefetch || options_given(o, &o->reduce_dtype)))
@@ -125,7 +128,6 @@ static int options_resolve(job *j)
     status = options_method(j);
     if (status == 0 && o->lengths != NULL) status = packed_read(o, o->lengths);
     j->s = setting_of(o, NULL);
-    j->s.accumulate = 1;
     return status;
 }
 

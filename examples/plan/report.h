@@ -54,16 +54,19 @@ static const char *report_flags(char *out, size_t n, const method_choice *how,
 
 static double report_rate(const setting *s, const estimate *e)
 {
-    return e->seconds > 0 ? (double)s->tokens * (double)s->batch / s->how.ranks / e->seconds : 0;
+    return e->seconds > 0 ? (double)s->tokens * (double)(s->batch * s->accumulate) / s->how.ranks / e->seconds
+                          : 0;
 }
 
 static void report_head(const job *j, const planner *p, const setting *s)
 {
     char flags[256], tokens[32];
     const llama_config *c = &j->config;
-    printf("%s, %lld layers of %lld, %d/%d heads of %d, on %d ranks of %s: %s tokens x %lld\n", j->o.model,
+    printf("%s, %lld layers of %lld, %d/%d heads of %d, on %d ranks of %s: %s tokens x %lld", j->o.model,
            (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads, c->head_dim, s->how.ranks,
            j->machine.name, report_tokens(tokens, s->tokens), (long long)s->batch);
+    if (s->accumulate > 1) printf(", %lld micro-batches a step", (long long)s->accumulate);
+    printf("\n");
     printf("%s, %s\n", report_flags(flags, sizeof flags, &s->how, &s->activations, p->titan),
            p->titan < TITANS ? "as the paper ran it: a model of PyTorch's bytes, not this library's"
                              : p->ops->name);

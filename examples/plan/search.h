@@ -95,7 +95,8 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
     SEARCH_SQUARE(attn_bwd);
 #undef SEARCH_LINE
 #undef SEARCH_SQUARE
-    estimate_time(out, p->m, s->how.ranks, s->how.ranks / s->how.ring, s->layout->config.layers);
+    estimate_time(out, p->m, s->how.ranks, s->how.ranks / s->how.ring,
+                  s->layout->config.layers * s->accumulate);
 }
 
 /* ---- all settings ---- */
