@@ -292,6 +292,10 @@ def test_packed(name, more, ids, folder):
         got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--batch', BATCH,
                            '--steps', STEPS)
         check_losses(f'packed {name} {" ".join(way)}', got['loss'], losses)
+    for zero, way in enumerate(WAYS):  # the same sequences one by one, their gradients summed
+        got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--accumulate', BATCH,
+                           '--zero', zero, '--steps', STEPS)
+        check_losses(f'packed {name} {" ".join(way)}, accumulated, ZeRO {zero}', got['loss'], losses)
 
 
 def test_long(ids, folder):
