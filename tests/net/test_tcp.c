@@ -293,7 +293,7 @@ static upipe_status large_body(void *user, int r)
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
     if (r == 0) interrupt_every(0);
     all_check(recv, r, k->ranks, LONG);
-    CHECK(r > 0 || interrupts > 0);
+    CHECK(r > 0 || __atomic_load_n(&interrupts, __ATOMIC_RELAXED) > 0);
     free(send);
     free(recv);
     return leave(k, r);
