@@ -1139,7 +1139,8 @@ def test_eval(folder):
     loaded = {'eval': 'held', 'load': 'a/b/c', 'layers': None}
     values = [still(folder, f'evaluated by {method}, {ranks}', **{**loaded, 'method': method, 'ranks': ranks})['eval']
               for method, ranks in [('ulysses', 1), ('upipe', 2), ('upipe', 3), ('upipe', 4)]]
-    equal([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 4, 'evaluations by other ranks, methods and batches')
+    exact = 0 if plain['config']['products'] == 'built-in' else 1e-6  # a BLAS promises no equal bits
+    near([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 4, exact, 'evaluations by other ranks, methods and batches')
     merged = [still(folder, f'evaluated by {method}', **loaded, method=method, ranks=ranks)['eval'][0]['loss']
               for method, ranks in [('zigzag', 3), ('upipe-fpdt', 2)]]
     near(merged, [values[0][0]['loss']] * 2, 1e-6, 'the loss where attention is merged')
@@ -1148,7 +1149,7 @@ def test_eval(folder):
         write('part', read('held')[at:at + 65])
         parts.append(still(folder, f'window {at}', **{**loaded, 'eval': 'part', 'ranks': 1})['eval'][0]['loss'] * 64)
     write('part', read('held')[:321])
-    near([sum(parts)], [still(folder, 'five windows', **{**loaded, 'eval': 'part'})['eval'][0]['loss'] * 320], 1e-12, 'windows alone')
+    near([sum(parts)], [still(folder, 'five windows', **{**loaded, 'eval': 'part'})['eval'][0]['loss'] * 320], max(exact, 1e-12), 'windows alone')
     first = still(folder, 'first weights', save='first', layers=1)
     equal((first['loss'], first['eval'], os.listdir('first')), ([], [], ['checkpoint-0']), 'no step')
     same(good(folder, 'from first weights', resume='first', steps=4, save='first', layers=None, batch=None, lr=1e-3, warmup=1, min_lr=1e-4),
