@@ -80,6 +80,7 @@ typedef struct run {
     int failed;         /* a rank aborted, or a promise was broken */
     int broke;          /* nonzero: a step's loss or gradient is not finite; the sentence is out */
 } run;
+
 /* Tokens of a step. */
 static inline double run_step_tokens(const run *u)
 {

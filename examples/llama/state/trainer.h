@@ -314,7 +314,8 @@ static inline upipe_status trainer_update(trainer *t, const trainer_rates *rates
     return UPIPE_OK;
 }
 
-/* What all ranks learn before a step: the valid targets, and whether one wants to stop, or has no tokens. Where no token has a target, sums of nothing are divided by 1. */
+/* What all ranks learn before a step: the valid targets, and whether one wants to stop, or has no tokens. Where no token
+ * has a target, sums of nothing are divided by 1. */
 static inline upipe_status trainer_begin(trainer *t, const trainer_batch *batch, int64_t *valid,
                                          trainer_result *result)
 {
@@ -360,8 +361,8 @@ static inline upipe_status trainer_losses(trainer *t)
     return upipe_free(c, sums);
 }
 
-/* trainer_step -- forward and backward of each micro-batch, sums over ranks, AdamW; all ranks together. Each rank's gradients are its tokens' part
- *                 of those of the mean loss over all valid targets
+/* trainer_step -- forward and backward of each micro-batch, sums over ranks, AdamW; all ranks together. Each rank's
+ *                 gradients are its tokens' part of those of the mean loss over all valid targets
  *   errors  those of the library
  */
 static inline upipe_status trainer_step(trainer *t, const trainer_batch *batch, const trainer_rates *rates,
