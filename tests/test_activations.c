@@ -413,7 +413,8 @@ static void life_run(life *w, const drawn *d)
     upipe_err e;
     const int mark = buffers_n;
     *w = (life){.d = d, .ops = cpu_table()};
-    CHECK_STATUS(grid_init(&w->net, d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(grid_init(&w->net, d->desc.ranks * d->desc.ring, d->desc.ranks, d->desc.ring, 60, &e),
+                 UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_init(&w->side_world, d->desc.ranks * d->desc.ring, 60, &e), UPIPE_OK, e);
     CHECK((grid_run(&w->net, life_main, w, w->statuses) == UPIPE_OK) == (d->small == 0));
     grid_free(&w->net);
@@ -529,6 +530,7 @@ static void test_rings(void)
             s.layout = &layout;
             s.how.method = METHOD_RING;
             s.how.ranks = s.how.ring = ranks;
+            s.replicas = 1;
             s.tokens = 64 * (int64_t)ranks;
             s.batch = 1000000;
             s.dtype = UPIPE_BF16;

@@ -102,6 +102,10 @@ def test_alone(_):
         got = run(f'{method}, evaluated', **{**flags, 'method': method, 'ranks': 4, 'eval': 'all.bin', 'lr': 0, 'min_lr': 0, 'steps': 1})
         near([got['eval'][0]['loss']], got['loss'], f'{method}: evaluation', 1e-6)
         equal(got['eval'][0]['targets'], sum(n - 1 for n in LENGTHS if n > 1), f'{method}: targets')
+    more = {**flags, 'tokens': 61, 'zero': 3, 'eval': 'all.bin'}
+    one, two = (run(f'{n} replicas', **{**more, 'ranks': 2 * n, 'replicas': n, 'accumulate': 6 // n, 'method': 'ring'}) for n in (1, 2))
+    near(two['loss'] + two['grad_norm'], one['loss'] + one['grad_norm'], 'packed, two replicas')
+    near([e['loss'] for e in two['eval']], [e['loss'] for e in one['eval']], 'packed, two replicas: evaluation')
     # the same documents by a token at their ends
     ids, at = list(IDS), 0
     for n in LENGTHS:

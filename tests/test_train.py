@@ -112,16 +112,16 @@ def held(c):
     def cut(n, parts, i):
         return n // parts * i + n % parts * i // parts
 
-    n, rings, pieces = c['tokens'], c['ring'], c['segments']
+    n, rings, pieces, ranks = c['tokens'], c['ring'], c['segments'], c['ranks'] // c['replicas']
     if pieces:
-        return sum(cut(cut(n, pieces, i + 1) - cut(n, pieces, i), c['ranks'], 1) for i in range(pieces))
+        return sum(cut(cut(n, pieces, i + 1) - cut(n, pieces, i), ranks, 1) for i in range(pieces))
     if c['method'] == 'stripe':
         n = -(-n // rings)
     elif c['method'] == 'ring' or rings == 1:
         n = cut(n, rings, 1)
     else:
         n = cut(n, 2 * rings, 1) + n - cut(n, 2 * rings, 2 * rings - 1)
-    return cut(n, c['ranks'] // rings, 1)
+    return cut(n, ranks // rings, 1)
 
 
 def offloaded(c, rows):
@@ -395,6 +395,45 @@ def test_accumulate(folder):
         near(rest['loss'], whole['loss'][3:], 0 if ranks == 2 else 1e-4, f'accumulate, resumed on {ranks}')
 
 
+def matrices(path):
+    """Weights and moments of a checkpoint that are no vectors."""
+    return {name: data for part in ('model', 'optimizer') for name, (_, shape, data) in safetensors(f'{path}/{part}.safetensors')[1].items()
+            if len(shape) == 2}
+
+
+def test_replicas(folder):
+    """Groups of ranks with sequences of their own are one group with the sequences of all."""
+    write('short.txt', read(BOOK)[:5 * 64 + 21])  # an epoch ends within a step
+    flags = {'data': 'short.txt', 'clip': 0, 'save_every': 1, 'keep': 0}
+    for what, ranks, more in [('alone', 2, {}), ('upipe', 4, {'batch': 2}), ('a ring', 8, {'method': 'usp'}),
+                              ('segments', 4, {'method': 'upipe-fpdt', 'segments': 2})]:
+        one = good(folder, f'{what}: one replica', ranks=ranks // 2, accumulate=4, zero=2, save=f'{what} one', **flags, **more)
+        stages = [good(folder, f'{what}: two replicas, ZeRO {zero}', ranks=ranks, replicas=2, accumulate=2, zero=zero,
+                       save=f'{what} {zero}', **flags, **more) for zero in (range(4) if what == 'upipe' else [1, 3])]
+        for numbers in stages:
+            alike(numbers, one, f'{what}: replicas', 1e-5)
+        if what == 'upipe':
+            same(stages[0], stages[1], 'replicas: whole gradients')
+            same(stages[2], stages[3], 'replicas: sharded gradients')
+        # micro-batches in turn, and ranks in turn within each, are one chain of sums where gradients are sharded
+        check(matrices(f'{what} one/checkpoint-1') == matrices(f'{what} 3/checkpoint-1'), f'{what}: other sums of gradients')
+    plain, ahead = (good(folder, f'ahead: {on}', ranks=4, replicas=2, zero=3, zero_prefetch=on) for on in (False, True))
+    same(ahead, plain, 'replicas: gathered ahead')
+    whole = good(folder, 'replicas', data='short.txt', replicas=2, accumulate=3, steps=6, save='k', save_every=3, keep=2)
+    check_files('k/checkpoint-6', whole['config'], 6, 'replicas')
+    for ranks, replicas in [(2, 2), (6, 3), (2, 1), (4, 2)]:
+        what = f'resumed on {ranks} ranks, {replicas} replicas'
+        rest = good(folder, what, data='short.txt', steps=6, ranks=ranks, replicas=replicas, resume='k/checkpoint-3')
+        equal(rest['config']['accumulate'], 6 // replicas, f'{what}: micro-batches')
+        near(rest['loss'], whole['loss'][3:], 0 if ranks == replicas == 2 else 1e-4, what)
+    for status, words, more in [(1, ['6 micro-batches', '--replicas 4'], {'ranks': 4, 'replicas': 4, 'resume': 'k', 'steps': 7}),
+                                (1, ['--accumulate 3', '--accumulate 2'], {'replicas': 2, 'accumulate': 2, 'resume': 'k', 'steps': 7}),
+                                (2, ['--ranks 4', '--replicas 3'], {'ranks': 4, 'replicas': 3}),
+                                (2, ['--ranks 6', '--replicas 2', '--ring 2'], {'ranks': 6, 'replicas': 2, 'method': 'usp'}),
+                                (2, ['1048576', '--replicas 2'], {'accumulate': 1 << 20, 'replicas': 2})]:
+        failed(folder, given(**{'data': 'short.txt', **more}), status, words)
+
+
 def test_activations(folder):
     """What is kept, and where, changes no bit and no promise of bytes."""
     settings = ['offload', 'sao:2', 'sac', 'sac:2', 'blocks:2', 'blocks:3,grad', 'ac,grad', 'sac:1,grad']
@@ -524,7 +563,7 @@ def check_files(path, c, step, what):
     equal(meta, {**schedule, 'steps': str(c['steps']), 'warmup': str(c['warmup']), 'decay': str(c['decay']),
                  'schedule': str(SCHEDULES.index(c['schedule'])),
                  'dtype': c['dtype'], 'step': str(step), 'tokens': str(c['tokens']), 'batch': str(c['batch']),
-                 'accumulate': str(c['accumulate']), 'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
+                 'accumulate': str(c['accumulate'] * c['replicas']), 'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
                  'text_hash': str(fnv(read(c['data']))), 'format_version': '1'},
           f'{what}: metadata of the optimizer')
     names = {prefix + name: ('F32', shape) for name, shape in want.items() for prefix in ('exp_avg.', 'exp_avg_sq.')}
@@ -1139,8 +1178,9 @@ def test_eval(folder):
     loaded = {'eval': 'held', 'load': 'a/b/c', 'layers': None}
     values = [still(folder, f'evaluated by {method}, {ranks}', **{**loaded, 'method': method, 'ranks': ranks})['eval']
               for method, ranks in [('ulysses', 1), ('upipe', 2), ('upipe', 3), ('upipe', 4)]]
+    values += [still(folder, f'evaluated by {n} replicas', **{**loaded, 'ranks': ranks, 'replicas': n})['eval'] for ranks, n in [(2, 2), (8, 4)]]
     exact = 0 if plain['config']['products'] == 'built-in' else 1e-6  # a BLAS promises no equal bits
-    near([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 4, exact, 'evaluations by other ranks, methods and batches')
+    near([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 6, exact, 'evaluations by other ranks, methods and batches')
     merged = [still(folder, f'evaluated by {method}', **loaded, method=method, ranks=ranks)['eval'][0]['loss']
               for method, ranks in [('zigzag', 3), ('upipe-fpdt', 2)]]
     near(merged, [values[0][0]['loss']] * 2, 1e-6, 'the loss where attention is merged')
@@ -1547,7 +1587,7 @@ def test_sample(folder):
 
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
-                       test_accumulate, test_activations,
+                       test_accumulate, test_replicas, test_activations,
                        test_zero, test_prefetch, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

@@ -56,7 +56,7 @@ typedef struct options {
     method_list methods;     /* of compare */
     const char *method_name; /* of upipe-plan, whose --as has other methods */
     int ring_mode;           /* upipe_ring_mode */
-    int device, dtype, transport, node_ranks;
+    int replicas, device, dtype, transport, node_ranks;
     double deadline; /* seconds that a rank waits for the others */
 
     int layers, heads, kv_heads, head_dim, v_dim, untied, qk_norm, attention_bias;
@@ -111,6 +111,8 @@ static const flag_row flag_rows[] = {
     {"ranks", "N", IN_LOGITS, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, "1", 0,
      "ranks that share the tokens; of processes as many as a launcher has started"},
     {"ranks", "N", IN_PLAN, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, NULL, 0, "of the machine's (all)"},
+    {"replicas", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_INT, AT(replicas), 1, FLAG_RANKS_MAX, "1", 0,
+     "groups of --ranks / N ranks, each with sequences of its own; gradients are summed, and states sharded, over all ranks"},
     {"ring", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_run, FLAG_INT, AT(how.ring), 1, FLAG_RANKS_MAX, NULL, 0,
      "ranks of a ring of usp and upipe-ring (2)"},
     {"ring-mode", "auto|p2p|all-gather", IN_COMPARE, in_run, FLAG_CHOICE, AT(ring_mode), 0, 0, "auto", 0,
@@ -133,7 +135,7 @@ static const flag_row flag_rows[] = {
     {"batch", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(batch), 1, INT32_MAX, "1", FLAG_DATA,
      "sequences of a micro-batch, of which a step has --accumulate"},
     {"accumulate", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(accumulate), 1, 1 << 20, "1", FLAG_DATA,
-     "micro-batches of a step, whose gradients are summed: a step has batch * accumulate sequences and the memory of batch"},
+     "micro-batches of a step, whose gradients are summed: a step has batch * accumulate * replicas sequences and the memory of batch"},
     {"batch", "N", IN_COMPARE, in_run, FLAG_WHOLE, AT(batch), 1, (double)INT64_MAX, "1", 0, "sequences"},
 
     /* the model, or the block */

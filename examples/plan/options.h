@@ -76,10 +76,10 @@ static int options_method(job *j)
             return cli_refuse(
                 "--best tries all methods, chunks, segments, rings, activations and overlaps: none of "
                 "these can be given");
-        return 0;
+        return method_replicas(how, o->replicas);
     }
     status = flag_method(o->method_name, &how->method);
-    return status != 0 ? status : method_resolve(how);
+    return status != 0 ? status : method_resolve(how, o->replicas);
 }
 
 /* Without a model a machine is written, and nothing is planned. */
@@ -113,6 +113,9 @@ static int options_resolve(job *j)
     if (o->accumulate > 1 && (o->lengths != NULL || o->as_titan))
         return cli_refuse(
             "--accumulate would have no effect with --documents, which are one micro-batch's, and as torchtitan");
+    if (o->replicas > 1 && (o->lengths != NULL || o->as_titan))
+        return cli_refuse(
+            "--replicas would have no effect with --documents, which are one replica's, and as torchtitan");
     if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
     if (o->as_titan && (o->dtype != UPIPE_BF16 || options_given(o, &o->device) ||
                         options_given(o, &o->zero) || o->zero_prefetch || options_given(o, &o->reduce_dtype)))

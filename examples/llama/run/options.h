@@ -266,6 +266,11 @@ static inline int options_resume(options *o, const char *folder, llama_run *run,
     const flag_row *row;
     options_fields(&found, llama_run_fields, LLAMA_RUN_FIELDS, run, 1);
     found.dtype = (int)dtype;
+    found.accumulate /= o->replicas;
+    if (found.accumulate * o->replicas != run->accumulate)
+        return cli_fail(
+            "%s was trained with %lld micro-batches a step, which do not divide among --replicas %d", folder,
+            (long long)run->accumulate, o->replicas);
     row = options_adopt(o, &found, FLAG_DATA | FLAG_SCHEDULE);
     if (row == NULL) return options_schedule(o) == 0 ? 0 : -1;
     return cli_fail("%s was trained with --%s %s, not --%s %s; --load starts anew with its weights", folder,
@@ -278,8 +283,11 @@ static inline int options_resolve(options *o)
     const int64_t head_dim = (o->model_dim + o->heads - 1) / o->heads;
     int status = options_contradictions(o);
     if (status == 0) status = options_tokens(o);
-    if (status == 0) status = method_resolve(&o->how);
+    if (status == 0) status = method_resolve(&o->how, o->replicas);
     if (status != 0) return status;
+    if (o->accumulate * o->replicas > (int64_t)flag_limits("accumulate")->most)
+        return cli_refuse("--accumulate %lld with --replicas %d: a step has at most %.0f micro-batches",
+                          (long long)o->accumulate, o->replicas, flag_limits("accumulate")->most);
     if (!options_given(o, &o->head_dim)) o->head_dim = head_dim < 32 ? 32 : (int)((head_dim + 7) / 8 * 8);
     if (!options_given(o, &o->ff_dim)) o->ff_dim = (8 * o->model_dim + 191) / 192 * 64;
     if (o->offload) o->activations.kind = ACTIVATIONS_OFFLOAD;

@@ -98,6 +98,7 @@ static inline upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
     position.text_bytes = u->text.ids.bytes;
     position.text_hash = u->text.hash;
     options_fields(&u->o, llama_run_fields, LLAMA_RUN_FIELDS, &position, 0);
+    position.accumulate *= u->o.replicas;
     UPIPE_TRY(llama_save(t->r.c, t->world, u->o.save, &t->state, &position, keep));
     UPIPE_TRY(upipe_comm_barrier(t->r.c, t->world)); /* all have read `saved` */
     if (t->world->rank == u->net.first) u->saved = step;
@@ -174,7 +175,7 @@ static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
 {
     run *u = (run *)user;
     run_rank *k = &u->ranks[rank];
-    const int64_t sequences = u->o.batch * u->o.accumulate; /* of a step */
+    const int64_t sequences = u->o.batch * u->o.accumulate; /* of a step, of this replica */
     upipe_status s = run_open(u, k, rank);
     if (s == UPIPE_OK && u->o.steps == 0 && run_evaluates(u, 0)) s = run_evaluate(u, k);
     while (s == UPIPE_OK && k->step < u->o.steps && !k->ended) {
@@ -182,7 +183,7 @@ static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
         const trainer_rates rates = run_rates(u, ++k->step);
         trainer_batch batch;
         trainer_result result;
-        s = run_batch(u, k, &u->text, (k->step - 1) * sequences, sequences, &batch);
+        s = run_batch(u, k, &u->text, (k->step - 1) * run_step_sequences(&u->o), sequences, &batch);
         if (s == UPIPE_OK) s = trainer_step(&k->t, &batch, &rates, &result);
         if (s == UPIPE_OK && result.lost)
             s = run_lost(u, k, result.lost, "updated");

@@ -81,10 +81,22 @@ typedef struct run {
     int broke;          /* nonzero: a step's loss or gradient is not finite; the sentence is out */
 } run;
 
+/* Sequences of a step, of all replicas. */
+static inline int64_t run_step_sequences(const options *o)
+{
+    return o->batch * o->accumulate * o->replicas;
+}
+
+/* The number of a replica's sequence n of those from `first` on: the replicas take micro-batches in turn. */
+static inline int64_t run_sequence(const options *o, int replica, int64_t first, int64_t n)
+{
+    return first + (n / o->batch * o->replicas + replica) * o->batch + n % o->batch;
+}
+
 /* Tokens of a step. */
 static inline double run_step_tokens(const run *u)
 {
-    return (double)u->o.tokens * (double)u->o.batch * (double)u->o.accumulate;
+    return (double)u->o.tokens * (double)run_step_sequences(&u->o);
 }
 
 static inline int run_fail(upipe_status s, const upipe_err *e)
