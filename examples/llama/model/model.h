@@ -46,10 +46,11 @@ typedef struct model {
     llama_rates rates; /* of RoPE, for the tokens of the plan */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
-    int zero;           /* stage: what is sharded over the ranks */
-    int prefetch;       /* stage 3: the next unit's weights are gathered while one is used */
-    upipe_dtype reduce; /* in which gradients are sent to be summed */
-    int64_t accumulate; /* micro-batches of a step */
+    int zero;              /* stage: what is sharded over the ranks */
+    int prefetch;          /* stage 3: the next unit's weights are gathered while one is used */
+    upipe_dtype reduce;    /* in which gradients are sent to be summed */
+    int offload_optimizer; /* the optimizer's states, and gradients that are sharded, are in the second pool */
+    int64_t accumulate;    /* micro-batches of a step */
     const int64_t *
         borders; /* cu_seqlens that a dry run counts with, of each micro-batch, one behind the other; NULL: none */
     int64_t borders_n; /* of one micro-batch, [borders_n + 1] */
