@@ -169,9 +169,9 @@ static void test_few(void)
     static const struct {
         int64_t tokens;
         int ranks;
-        size_t slab[2], host[2]; /* without and with it */
-    } rows[] = {{1, 1, {177024925952, 48545005824}, {274877906944, 403357827072}},
-                {4, 2, {140749619456, 76509659392}, {549755813888, 613995773952}}};
+        size_t slab[3], host[3]; /* with nothing, the optimizer, and weights too in the second pool */
+    } rows[] = {{1, 1, {177024925952, 48545005824, 32485015808}, {274877906944, 403357827072, 419417817088}},
+                {4, 2, {140749619456, 76509659392, 68479664384}, {549755813888, 613995773952, 622025768960}}};
     const double gib = 1 << 30;
     llama_layout layout;
     upipe_ops ops;
@@ -179,7 +179,7 @@ static void test_few(void)
     upipe_cuda_plan_ops(&ops);
     CHECK(llama_layout_init(&layout, &llama) == 0);
     for (int i = 0; i < 2; ++i)
-        for (int offload = 0; offload < 2; ++offload) {
+        for (int offload = 0; offload < 3; ++offload) {
             upipe_plan_desc d = {.ranks = rows[i].ranks, .ring = 1, .dtype = UPIPE_BF16};
             memory_plan plan;
             model m;
@@ -187,13 +187,14 @@ static void test_few(void)
             CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
             m.zero = 3;
             m.activations = kept_of(ACTIVATIONS_OFFLOAD, 0, 0);
-            m.offload_optimizer = offload;
+            m.offload_optimizer = offload > 0;
+            m.offload_weights = offload > 1;
             CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
 #ifndef UPI_MEM_ASAN
             CHECK_INT(plan.need, rows[i].slab[offload]);
             CHECK_INT(plan.host_need, rows[i].host[offload]);
 #endif
-            CHECK(((double)plan.need <= 75 * gib) == offload);
+            CHECK(((double)plan.need <= 75 * gib) == (offload > 0));
             CHECK(rows[i].ranks * (double)plan.host_need <= 1536 * gib);
         }
     llama_layout_free(&layout);
@@ -313,7 +314,7 @@ typedef struct drawn {
     upipe_plan_desc desc;
     int segments;
     activations_setting kept;
-    int zero, prefetch, offload_optimizer;
+    int zero, prefetch, offload_optimizer, offload_weights;
     int64_t accumulate;
     upipe_dtype reduce;
     int small; /* 1 + the rank whose pool is too small; 0: none */
@@ -408,6 +409,7 @@ static upipe_status life_main(void *user, int rank)
     m.prefetch = w->d->prefetch;
     m.reduce = w->d->reduce;
     m.offload_optimizer = w->d->offload_optimizer;
+    m.offload_weights = w->d->offload_weights;
     m.accumulate = w->d->accumulate;
     UPIPE_TRY(memory_plan_make(&plan, &m, &w->ops, NULL, NULL, &c.err));
     w->m[rank] = m;
@@ -510,6 +512,7 @@ static void draw(test_rng *rng, drawn *d)
     d->prefetch = d->zero == 3 && test_below(rng, 2);
     d->reduce = test_below(rng, 4) == 0 ? UPIPE_BF16 : UPIPE_F32;
     d->offload_optimizer = test_below(rng, 2);
+    d->offload_weights = d->zero == 3 && d->offload_optimizer && test_below(rng, 2);
     d->accumulate = test_below(rng, 3) == 0 ? MICRO_MAX : 1;
     CHECK(llama_layout_init(&d->layout, &c) == 0);
     d->weights = floats(d->layout.weights);
@@ -629,7 +632,7 @@ int main(void)
         plain = d;
         plain.kept = kept_of(ACTIVATIONS_AC, 0, 0);
         plain.zero = d.accumulate > 1 && d.zero >= 2 ? 2 : 1; /* sums over micro-batches have two orders */
-        plain.prefetch = plain.offload_optimizer = 0;
+        plain.prefetch = plain.offload_optimizer = plain.offload_weights = 0;
         life_run(&one, &plain);
         life_run(&other, &d);
         same += life_same(&other, d.desc.ranks * d.desc.ring);
@@ -647,12 +650,12 @@ int main(void)
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
-                "%s:%lld grad %d, ZeRO %d, prefetch %d, optimizer offloaded %d, %lld micro-batches, sums of %s)\n",
+                "%s:%lld grad %d, ZeRO %d, prefetch %d, offloaded: optimizer %d, weights %d, %lld micro-batches, sums of %s)\n",
                 seed, (long long)d.layout.config.layers, d.desc.ranks, d.desc.ring, d.segments,
                 d.layout.config.heads, d.layout.config.kv_heads, d.desc.chunk, (long long)d.desc.tokens,
                 upipe_dtype_name(d.desc.dtype), activations_names[d.kept.kind], (long long)d.kept.k,
-                d.kept.grad, d.zero, d.prefetch, d.offload_optimizer, (long long)d.accumulate,
-                upipe_dtype_name(d.reduce));
+                d.kept.grad, d.zero, d.prefetch, d.offload_optimizer, d.offload_weights,
+                (long long)d.accumulate, upipe_dtype_name(d.reduce));
         llama_layout_free(&d.layout);
         buffers_free(0);
     }

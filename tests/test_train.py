@@ -174,7 +174,8 @@ def check_states(c, at_peak, element, what):
     vectors = sum(shape[0] for shape in tensors_wanted(c).values() if len(shape) == 1)
     whole, most = sum(units), max(units)
     shard = sum(-(-n // c['ranks']) for n in units)
-    weights, gradients = shard if zero > 2 else whole, 0 if away and zero > 1 else shard if zero > 1 else whole
+    weights = 0 if c['offload_weights'] else shard if zero > 2 else whole
+    gradients = 0 if away and zero > 1 else shard if zero > 1 else whole
     more = at_peak['weights'] - weights * element - vectors * 4
     check(more == 0 if zero < 3 else 0 <= more <= (2 + c['zero_prefetch']) * most * element,
           f'{what}: {more} bytes more of weights')
@@ -188,12 +189,13 @@ def check_states(c, at_peak, element, what):
 
 def with_states(c, element, away):
     """Bytes of rank 0's second pool: `away` of activations, and the optimizer's, with gradients that are sharded. While it
-    updates a unit, two tiles of weights and of other gradients are there in the place of activations."""
+    updates a unit, two tiles of what is not there are in the place of activations."""
     if not c['offload_optimizer']:
         return away
     units = [-(-n // c['ranks']) if c['zero'] else n for n in units_of(c)]
-    tiles = 2 * min(max(units), 2**20) * (element + 4 * (c['zero'] < 2))
-    return sum(units) * ((12 if element == 2 else 8) + 4 * (c['zero'] > 1)) + max(away, tiles)
+    weights = element if c['offload_weights'] else 0
+    tiles = 2 * min(max(units), 2**20) * (element - weights + 4 * (c['zero'] < 2))
+    return sum(units) * ((12 if element == 2 else 8) + 4 * (c['zero'] > 1) + weights) + max(away, tiles)
 
 
 def check_numbers(numbers, what):
@@ -246,7 +248,7 @@ def test_numbers(folder):
     for key, want in {'method': 'upipe', 'ring': 1, 'inner': 0, 'segments': 0, 'chunk': 2, 'window': 0, 'head_dim': 32, 'ff_dim': 192,
                       'vocab': 256, 'untied': False, 'qk_norm': False, 'attention_bias': 'none', 'batch': 1, 'lr': 1e-3,
                       'min_lr': 1e-4, 'warmup': 1, 'weight_decay': 0.1, 'beta1': 0.9, 'beta2': 0.95, 'clip': 1, 'dtype': 'f32',
-                      'device': 'cpu', 'seed': 1, 'activations': 'ac', 'zero': 1, 'zero_prefetch': False, 'reduce_dtype': 'f32', 'offload_optimizer': False,
+                      'device': 'cpu', 'seed': 1, 'activations': 'ac', 'zero': 1, 'zero_prefetch': False, 'reduce_dtype': 'f32', 'offload_optimizer': False, 'offload_weights': False,
                       'data': BOOK, 'save': None, 'resume': None, 'load': None, 'text_bytes': os.path.getsize(BOOK)}.items():
         equal(c[key], want, f'default of {key}')
     equal(numbers['first_step'], 1, 'the first step')
@@ -443,12 +445,12 @@ def test_zero(folder):
         for zero in (0, 2, 3):
             same(good(folder, f'{what}, zero {zero}', zero=zero, **{**few, **flags}), base, f'{what}, zero {zero}')
         for zero in (1, 3):
-            same(good(folder, f'{what}, zero {zero}, offloaded', zero=zero, offload_optimizer=True, **{**few, **flags}), base,
-                 f'{what}, zero {zero}, the optimizer offloaded')
+            same(good(folder, f'{what}, zero {zero}, offloaded', zero=zero, offload_optimizer=True, offload_weights=zero == 3,
+                      **{**few, **flags}), base, f'{what}, zero {zero}, offloaded')
     flags = {**few, **EVEN, 'steps': 6, 'attention_bias': 'qkv'}
     base = good(folder, 'zero, six steps', **flags, zero=3, save='whole')
     for first, then, way, other in [(3, 0, {}, {}), (0, 2, {}, {'offload_optimizer': True}),
-                                    (2, 3, {'offload_optimizer': True}, {})]:
+                                    (2, 3, {'offload_optimizer': True}, {'offload_optimizer': True, 'offload_weights': True})]:
         good(folder, f'zero {first}, three steps', **{**flags, 'steps': 3}, zero=first, save=f'zero{first}', **way)
         numbers = good(folder, f'zero {first}, then {then}', steps=6, tokens=few['tokens'], zero=then,
                        resume=f'zero{first}', save=f'zero{first}', **other)
@@ -456,6 +458,8 @@ def test_zero(folder):
         for name in ('model.safetensors', 'optimizer.safetensors'):
             got, want = (f'{of}/checkpoint-6/{name}' for of in (f'zero{first}', 'whole'))
             check(os.path.exists(got) and read(got) == read(want), f'zero {first}, then {then}: {name}')
+    for words in ['--zero', '3'], ['--zero', '2', '--offload-optimizer']:
+        failed(folder, ['--offload-weights', *words], 2, ['--offload-weights wants --zero 3 and --offload-optimizer'])
     for words, said in [('4', 'not'), ('-1', 'not'), ('', 'is empty'), ('3x', 'not')]:
         failed(folder, given(zero=words), 2, ['--zero', said])
 

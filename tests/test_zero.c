@@ -133,7 +133,7 @@ static void set_weights(const way *w, const upipe_zero *z, upipe_zero_part p, in
 static int lends(const upipe_zero *z, int unit)
 {
     const int64_t n = first[unit + 1] - first[unit];
-    return z->stage >= 2 && !z->away && z->round == 0 && n > 0 && upipe_zero_slice(z, unit).at >= n;
+    return z->stage >= 2 && !z->grads_away && z->round == 0 && n > 0 && upipe_zero_slice(z, unit).at >= n;
 }
 
 /* What this rank adds, unit by unit, downwards. */
@@ -177,12 +177,13 @@ static void check_sums(const way *w, const upipe_zero *z, int rounds)
 /* A second round of gradients that are away: each chain goes on from what is there. */
 static upipe_status add_again(const way *w, upipe_ctx *c, upipe_zero *z)
 {
-    const int64_t n = upipe_zero_held(z, UPIPE_ZERO_GRADS);
-    CHECK_INT(z->moved, 4 * n);
+    const int64_t n = upipe_zero_held(z, UPIPE_ZERO_GRADS), weight = (int64_t)upipe_dtype_bytes(w->dtype),
+                  gathered = w->stage == 3 ? upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * weight : 0;
+    CHECK_INT(z->moved, gathered + 4 * n);
     z->round = 1;
     UPIPE_TRY(add_gradients(w, c, z));
     check_sums(w, z, 2);
-    CHECK_INT(z->moved, 12 * n);
+    CHECK_INT(z->moved, gathered + 12 * n);
     return UPIPE_OK;
 }
 
@@ -233,7 +234,7 @@ static upipe_status alloc(upipe_ctx *c, upipe_zero *z)
     UPIPE_TRY(upipe_alloc(c, &z->weights,
                           (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
                           UPIPE_USE_OTHER, "weights"));
-    if (z->away) {
+    if (z->grads_away) {
         z->grads = (float *)malloc(grads + 1);
         memset(z->grads, 0xff, grads);
         return UPIPE_OK;
@@ -275,7 +276,8 @@ static upipe_status rank_main(void *user, int rank)
     upipe_zero z = {.world = c.team, .rank = rank, .ranks = w->ranks, .units = UNITS, .first = first};
     context_pool(&c, &mem, &w->ops, pool, BLOCKS);
     z.stage = odd_stage ? (w->stage + 1) % UPIPE_ZERO_STAGES : w->stage;
-    z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip, z.away = w->away;
+    z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip, z.grads_away = w->away;
+    z.weights_away = w->away && w->stage == 3;
     if (w->ahead) {
         side_begin(&c, &side, 0);
         z.side = c.side_stream;
@@ -295,7 +297,7 @@ static upipe_status rank_main(void *user, int rank)
     }
     w->errors[rank] = c.err;
     upipe_mem_free(&mem, z.weights, NULL);
-    if (z.away)
+    if (z.grads_away)
         free(z.grads);
     else
         upipe_mem_free(&mem, z.grads, NULL);
@@ -425,7 +427,9 @@ static void test_refused(void)
                   "parameters are f32 or bf16, not f16");
     bad = z, bad.first = odd, bad.units = 2;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "unit 1 has -4 elements");
-    bad = z, bad.stage = 1, bad.away = 1;
+    bad = z, bad.stage = 2, bad.weights_away = 1;
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "parameters are away in stage 2");
+    bad = z, bad.stage = 1, bad.grads_away = 1;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "gradients are away in stage 1");
     bad = z, bad.side = &side;
     CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err);

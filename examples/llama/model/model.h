@@ -49,6 +49,7 @@ typedef struct model {
     int zero;              /* stage: what is sharded over the ranks */
     int prefetch;          /* stage 3: the next unit's weights are gathered while one is used */
     upipe_dtype reduce;    /* in which gradients are sent to be summed */
+    int offload_weights;   /* stage 3: weights are in the second pool, and gathered from there */
     int offload_optimizer; /* the optimizer's states, and gradients that are sharded, are in the second pool */
     int64_t accumulate;    /* micro-batches of a step */
     const int64_t *

@@ -245,7 +245,8 @@ static inline double memory_least(const model *m, double *host)
         const upipe_zero *z = &held.zero[group];
         const double e = (double)upipe_dtype_bytes(z->dtype);
         const int states_away = group == LLAMA_WEIGHTS && m->offload_optimizer;
-        state += (double)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * e;
+        *(group == LLAMA_WEIGHTS && m->offload_weights ? host : &state) +=
+            (double)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * e;
         *(states_away && m->zero >= 2 ? host : &state) += (double)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4;
         *(states_away ? host : &state) += (double)upipe_zero_held(z, UPIPE_ZERO_STATES) * (e < 4 ? 12 : 8);
     }

@@ -1,6 +1,6 @@
 /* offload.h -- AdamW of states that lie in the second pool, on the host's CPU
  *
- *     offload_update(&ctx, &kept, host_ops, &adamw, grads_here);       what a rank has of a unit
+ *     offload_update(&ctx, &kept, host_ops, &adamw, weights_here, grads_here);       what a rank has of a unit
  *
  * By tiles: while one is updated, the new weights of the tile before it go to the rank's pool, and what the next one
  * needs comes from there. So the link is used beside the CPU, by copies of the stream that activations are copied on.
@@ -22,7 +22,7 @@ typedef struct offload {
     const upipe_adamw *a;
     int64_t tile;  /* elements */
     char *weights; /* [2][tile] of the storage type: f32 weights come and go, bf16 ones go */
-    float *grads;  /* [2][tile]; NULL: gradients are in the second pool already */
+    float *grads;  /* [2][tile]; NULL: gradients are in the second pool already, and weights likewise */
 } offload;
 
 static inline int64_t offload_n(const offload *o, int64_t at)
@@ -51,7 +51,7 @@ static inline upipe_status offload_fetch(offload *o, int64_t at)
 {
     const size_t bytes = at < o->a->n ? (size_t)offload_n(o, at) * 4 : 0;
     if (bytes == 0) return UPIPE_OK;
-    if (o->a->copy == NULL)
+    if (o->a->copy == NULL && o->weights != NULL)
         UPIPE_TRY(activations_copy(o->kept, o->c, offload_weights(o, at), o->a->w + at, bytes));
     return o->grads != NULL ? activations_copy(o->kept, o->c, offload_grads(o, at), o->a->g + at, bytes)
                             : UPIPE_OK;
@@ -73,12 +73,10 @@ static inline upipe_status offload_adamw(offload *o, int64_t at)
     a.m += at;
     a.v += at;
     a.g = o->grads != NULL ? offload_grads(o, at) : a.g + at;
-    if (a.copy != NULL) {
-        a.w += at;
-        a.copy = offload_weights(o, at);
-    } else {
-        a.w = (float *)offload_weights(o, at);
-    }
+    a.w = a.copy == NULL && o->weights != NULL ? (float *)offload_weights(o, at) : a.w + at;
+    if (a.copy != NULL)
+        a.copy = o->weights != NULL ? offload_weights(o, at)
+                                    : upipe_offset(a.copy, (size_t)at * offload_element(&a));
     o->c->ops = o->ops;
     s = o->ops->adamw(o->c, &a);
     o->c->ops = own;
@@ -90,6 +88,7 @@ static inline upipe_status offload_return(offload *o, int64_t at)
 {
     const size_t element = offload_element(o->a);
     void *weights = o->a->copy != NULL ? o->a->copy : o->a->w;
+    if (o->weights == NULL) return UPIPE_OK;
     return activations_copy(o->kept, o->c, upipe_offset(weights, (size_t)at * element),
                             offload_weights(o, at), (size_t)offload_n(o, at) * element);
 }
@@ -108,20 +107,22 @@ static inline upipe_status offload_tiles(offload *o)
     return offload_wait(o);
 }
 
-/* offload_update -- the table's adamw, where m, v and with `copy` w are in the second pool, the weights in the rank's own
- *   ops         a CPU's table
- *   grads_here  g is in the rank's own pool, and not in the second one
- *   bytes       buffers of two tiles in the second pool meanwhile
- *   errors      MEMORY, the tables'
+/* offload_update -- the table's adamw, where m, v and with `copy` w are in the second pool
+ *   ops           a CPU's table
+ *   weights_here  the weights, a->copy or f32 a->w, are in the rank's own pool, and not in the second one
+ *   grads_here    g is
+ *   bytes         buffers of two tiles of either in the second pool meanwhile
+ *   errors        MEMORY, the tables'
  */
 static inline upipe_status offload_update(upipe_ctx *c, activations *kept, const upipe_ops *ops,
-                                          const upipe_adamw *a, int grads_here)
+                                          const upipe_adamw *a, int weights_here, int grads_here)
 {
     offload o = {c, kept, ops, a, a->n < OFFLOAD_TILE ? a->n : OFFLOAD_TILE, NULL, NULL};
     const size_t two = 2 * (size_t)o.tile;
-    void *weights, *grads = NULL;
-    UPIPE_TRY(upipe_mem_alloc(kept->second, &weights, two * offload_element(a), UPIPE_USE_STATES, "weights",
-                              &c->err));
+    void *weights = NULL, *grads = NULL;
+    if (weights_here)
+        UPIPE_TRY(upipe_mem_alloc(kept->second, &weights, two * offload_element(a), UPIPE_USE_STATES,
+                                  "weights", &c->err));
     if (grads_here)
         UPIPE_TRY(upipe_mem_alloc(kept->second, &grads, two * sizeof *o.grads, UPIPE_USE_STATES, "gradients",
                                   &c->err));

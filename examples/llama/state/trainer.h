@@ -13,7 +13,7 @@
  * counted before the first forward.
  *
  * With model.offload_optimizer the states of matrices lie in the second pool, and so do their gradients where they are
- * sharded; a CPU's table updates them there (offload.h). The bits are those that its adamw gives in the rank's pool.
+ * sharded, and with model.offload_weights the weights; a CPU's table updates them there (offload.h). The bits are those that its adamw gives in the rank's pool.
  *
  * A step runs model.accumulate micro-batches in turn. Where each rank holds whole gradients, their sums over micro-batches
  * are summed over ranks once, at the end; where gradients are sharded, each micro-batch's sums over ranks are added to the
@@ -124,7 +124,8 @@ static inline upipe_status trainer_share(trainer *t)
 {
     upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
     z->sent = t->m.reduce;
-    z->away = t->m.offload_optimizer && t->m.zero >= 2;
+    z->grads_away = t->m.offload_optimizer && t->m.zero >= 2;
+    z->weights_away = t->m.offload_weights;
     if (!t->m.prefetch) return UPIPE_OK;
     z->side = t->side;
     z->side_world = t->side_world;
@@ -169,10 +170,11 @@ static inline upipe_status trainer_alloc(trainer *t)
         upipe_zero *z = &state->zero[group];
         z->world = t->world;
         UPIPE_TRY(upipe_zero_check(c, z));
-        UPIPE_TRY(upipe_alloc(c, &z->weights,
-                              (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
-                              UPIPE_USE_WEIGHTS, group == LLAMA_WEIGHTS ? "weights" : "vectors"));
-        UPIPE_TRY(trainer_alloc_floats(t, z->away ? t->r.second : c->mem, &z->grads,
+        UPIPE_TRY(
+            upipe_mem_alloc(z->weights_away ? t->r.second : c->mem, &z->weights,
+                            (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
+                            UPIPE_USE_WEIGHTS, group == LLAMA_WEIGHTS ? "weights" : "vectors", &c->err));
+        UPIPE_TRY(trainer_alloc_floats(t, z->grads_away ? t->r.second : c->mem, &z->grads,
                                        upipe_zero_held(z, UPIPE_ZERO_GRADS), UPIPE_USE_GRADIENTS,
                                        "gradients"));
         UPIPE_TRY(trainer_alloc_states(t, group));
@@ -219,8 +221,8 @@ static inline upipe_status trainer_free_block(trainer *t)
     for (group = 0; group < LLAMA_GROUPS; ++group) {
         const upipe_zero *z = &state->zero[group];
         upipe_mem *states = trainer_away(t, group) ? t->r.second : own;
-        UPIPE_TRY(upipe_mem_free(own, z->weights, err));
-        UPIPE_TRY(upipe_mem_free(z->away ? t->r.second : own, z->grads, err));
+        UPIPE_TRY(upipe_mem_free(z->weights_away ? t->r.second : own, z->weights, err));
+        UPIPE_TRY(upipe_mem_free(z->grads_away ? t->r.second : own, z->grads, err));
         UPIPE_TRY(upipe_mem_free(states, state->m[group], err));
         UPIPE_TRY(upipe_mem_free(states, state->v[group], err));
         if (z->dtype != UPIPE_F32) UPIPE_TRY(upipe_mem_free(states, state->master, err));
@@ -309,11 +311,11 @@ static inline upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_res
     for (group = 0; group < LLAMA_GROUPS; ++group) UPIPE_TRY(upipe_zero_grads_sum(c, &t->state.zero[group]));
     UPIPE_TRY(upipe_alloc(c, &sums, bytes, UPIPE_USE_OTHER, "sums"));
     UPIPE_TRY(trainer_total(c, (double *)sums, t->r.losses, t->m.rows, 0));
-    if (!z[LLAMA_WEIGHTS].away) UPIPE_TRY(trainer_squares(t, LLAMA_WEIGHTS, (double *)sums + 2));
+    if (!z[LLAMA_WEIGHTS].grads_away) UPIPE_TRY(trainer_squares(t, LLAMA_WEIGHTS, (double *)sums + 2));
     UPIPE_TRY(trainer_squares(t, LLAMA_VECTORS, (double *)sums + 2 + 2 * z[LLAMA_WEIGHTS].units));
     UPIPE_TRY(c->ops->copy(c, t->sums, sums, bytes)); /* the only wait for the device */
     UPIPE_TRY(upipe_free(c, sums));
-    if (z[LLAMA_WEIGHTS].away) UPIPE_TRY(trainer_squares_away(t, LLAMA_WEIGHTS, t->sums + 2));
+    if (z[LLAMA_WEIGHTS].grads_away) UPIPE_TRY(trainer_squares_away(t, LLAMA_WEIGHTS, t->sums + 2));
     for (i = 2; i < trainer_sums(&t->m); i += 2) squares += t->sums[i] + t->sums[i + 1];
     mine[0] = trainer_bits(t->losses + (t->sums[0] + t->sums[1]));
     mine[1] = trainer_bits(squares);
@@ -354,7 +356,8 @@ static inline upipe_status trainer_update_unit(trainer *t, int group, int unit, 
     a.eps = rates->eps;
     a.decay = group == LLAMA_WEIGHTS ? rates->decay : 0;
     a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
-    if (trainer_away(t, group)) return offload_update(c, &t->r.kept, t->host, &a, !z->away);
+    if (trainer_away(t, group))
+        return offload_update(c, &t->r.kept, t->host, &a, !z->weights_away, !z->grads_away);
     return c->ops->adamw(c, &a);
 }
 
