@@ -72,7 +72,7 @@ typedef struct options {
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 
     activations_setting activations;
-    int offload, zero, zero_prefetch, reduce_dtype;
+    int offload, zero, zero_prefetch, reduce_dtype, offload_optimizer, offload_weights;
     size_t tile_bytes;
 
     const char *model, *machine, *lengths;
@@ -277,6 +277,12 @@ static const flag_row flag_rows[] = {
      "with --zero 3: the weights of the next half a layer are gathered while one computes"},
     {"reduce-dtype", "f32|bf16", IN_TRAIN | IN_PLAN, in_memory, FLAG_CHOICE, AT(reduce_dtype), 0, 0, "f32", 0,
      "in which gradients of matrices are sent to be summed; sums are f32"},
+    {"offload-optimizer", NULL, IN_TRAIN | IN_PLAN, in_memory, FLAG_SWITCH, AT(offload_optimizer), 0, 1, NULL, 0,
+     "the optimizer's states of matrices, and with --zero 2 or 3 their gradients, are in a second pool, the host's memory, "
+     "where its CPU updates them"},
+    {"offload-weights", NULL, IN_TRAIN | IN_PLAN, in_memory, FLAG_SWITCH, AT(offload_weights), 0, 1, NULL, 0,
+     "with --zero 3 and --offload-optimizer: the weights of matrices are there too, and each half a layer is gathered from "
+     "there"},
     {"tile-bytes", "SIZE", IN_TRAIN | IN_PLAN, in_memory, FLAG_BYTES, AT(tile_bytes), 1, (double)(INT64_MAX / 2), NULL, 0,
      "limit of a tile of MLP or loss with its unit (64KiB; 64 tokens or more), without product scratch (the paper's "
      "square, about model-dim tokens; of logits on a GPU 800MiB)"},
