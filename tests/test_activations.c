@@ -307,19 +307,24 @@ static void test_moved(void)
 
 /* ---- random models ---- */
 
-enum { RANKS_MAX = 4, STEPS = 2, MICRO_MAX = 3 };
+enum { RANKS_MAX = 4, STEPS = 2 };
 
 typedef struct drawn {
     llama_layout layout;
     upipe_plan_desc desc;
     int segments;
     activations_setting kept;
-    int zero, prefetch, offload_optimizer, offload_weights;
+    int zero, prefetch, offload_optimizer, offload_weights, replicas;
     int64_t accumulate;
     upipe_dtype reduce;
     int small; /* 1 + the rank whose pool is too small; 0: none */
     float *weights;
 } drawn;
+
+static int drawn_ranks(const drawn *d)
+{
+    return d->desc.ranks * d->desc.ring * d->replicas;
+}
 
 /* One training of a draw. */
 typedef struct life {
@@ -336,13 +341,14 @@ typedef struct life {
 
 static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upipe_mem *host)
 {
-    enum { ROWS_MAX = 1024 };
+    enum { IDS_MAX = 2048 };
     const drawn *d = w->d;
     const llama_layout *l = &d->layout;
     upipe_ctx *c = t->r.c;
     const int rank = model_world_rank(&t->m);
+    const int64_t n = t->m.rows * t->m.accumulate;
     const upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
-    int32_t ids[ROWS_MAX * MICRO_MAX];
+    int32_t ids[IDS_MAX];
     test_rng rng;
     UPIPE_TRY(trainer_alloc(t));
     for (int unit = 0; unit < z->units; ++unit) {
@@ -358,13 +364,14 @@ static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upi
     for (int64_t i = 0; i < l->vectors; ++i) ((float *)t->state.zero[LLAMA_VECTORS].weights)[i] = 1;
     for (int step = 0; step < STEPS; ++step) {
         const trainer_rates rates = {step + 1, 1e-2, 0.9, 0.95, 1e-8, 0.1, 1};
-        const int64_t moved = trainer_moved(t), rows = t->m.rows * d->accumulate;
-        const trainer_batch batch = {.inputs = ids, .targets = ids, .valid = rows};
+        const int64_t moved = trainer_moved(t), sent = trainer_sent(t);
+        const trainer_batch batch = {.inputs = ids, .targets = ids, .valid = n};
         trainer_result result;
         rng.state = (uint64_t)(rank + 1 + 100 * step);
-        for (int64_t i = 0; i < rows; ++i) ids[i] = test_below(&rng, (int)l->config.vocab);
+        for (int64_t i = 0; i < n; ++i) ids[i] = test_below(&rng, (int)l->config.vocab);
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
         CHECK_INT(trainer_moved(t) - moved, plan->moved);
+        if (step == 0) CHECK_INT(trainer_sent(t) - sent, plan->sent);
         if (step == 0) CHECK_INT(c->mem->events_lost, plan->events_max);
         if (rank == 0) w->result[step] = result;
     }
@@ -400,8 +407,7 @@ static upipe_status life_main(void *user, int rank)
     upipe_status s;
     upipe_ctx c = {0};
     grid_use(&w->net, rank, &c);
-    desc.rank = rank % desc.ranks;
-    desc.ring_rank = rank / desc.ranks;
+    method_place(&desc, rank % (desc.ranks * desc.ring));
     UPIPE_TRY(model_init(&m, &w->d->layout, &desc, &c.err));
     UPIPE_TRY(model_cut(&m, w->d->segments, &c.err));
     m.activations = w->d->kept;
@@ -411,6 +417,8 @@ static upipe_status life_main(void *user, int rank)
     m.offload_optimizer = w->d->offload_optimizer;
     m.offload_weights = w->d->offload_weights;
     m.accumulate = w->d->accumulate;
+    m.replicas = w->d->replicas;
+    m.replica = rank / (desc.ranks * desc.ring);
     UPIPE_TRY(memory_plan_make(&plan, &m, &w->ops, NULL, NULL, &c.err));
     w->m[rank] = m;
     w->plan[rank] = plan;
@@ -467,8 +475,8 @@ static void life_run(life *w, const drawn *d)
     *w = (life){.d = d, .ops = cpu_table()};
     for (int i = 0; i < 3; ++i) w->after[i] = floats(d->layout.weights);
     mark = buffers_n;
-    CHECK_STATUS(grid_init(&w->net, d->desc.ranks * d->desc.ring, d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_threads_init(&w->side_world, d->desc.ranks * d->desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(grid_init(&w->net, drawn_ranks(d), d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_init(&w->side_world, drawn_ranks(d), 60, &e), UPIPE_OK, e);
     CHECK((grid_run(&w->net, life_main, w, w->statuses) == UPIPE_OK) == (d->small == 0));
     grid_free(&w->net);
     upipe_threads_free(&w->side_world);
@@ -513,7 +521,8 @@ static void draw(test_rng *rng, drawn *d)
     d->reduce = test_below(rng, 4) == 0 ? UPIPE_BF16 : UPIPE_F32;
     d->offload_optimizer = test_below(rng, 2);
     d->offload_weights = d->zero == 3 && d->offload_optimizer && test_below(rng, 2);
-    d->accumulate = test_below(rng, 3) == 0 ? MICRO_MAX : 1;
+    d->accumulate = test_below(rng, 3) == 0 ? 2 + test_below(rng, 2) : 1;
+    d->replicas = d->desc.ranks * d->desc.ring <= RANKS_MAX / 2 ? 1 + test_below(rng, 2) : 1;
     CHECK(llama_layout_init(&d->layout, &c) == 0);
     d->weights = floats(d->layout.weights);
     for (int64_t i = 0; i < d->layout.weights; ++i) d->weights[i] = (float)(0.1 * test_normal(rng));
@@ -530,12 +539,12 @@ static void test_small_pool(void)
     int small, draws;
     for (draws = small = 0, rng.state = 7; small < 3; ++draws) {
         draw(&rng, &d);
-        if (d.prefetch && d.desc.ranks * d.desc.ring > 1) {
+        if (d.prefetch && drawn_ranks(&d) > 1) {
             d.small = 1 + small++ % 2;
             start = upipe_net_now();
             life_run(&w, &d);
             CHECK_INT(w.statuses[d.small - 1], UPIPE_ERR_MEMORY);
-            for (int r = 0; r < d.desc.ranks * d.desc.ring; ++r)
+            for (int r = 0; r < drawn_ranks(&d); ++r)
                 CHECK(r == d.small - 1 || w.statuses[r] == UPIPE_ERR_ABORTED);
             CHECK(upipe_net_now() - start < INT64_C(30000000000));
         }
@@ -632,11 +641,11 @@ int main(void)
         draw(&rng, &d);
         plain = d;
         plain.kept = kept_of(ACTIVATIONS_AC, 0, 0);
-        plain.zero = d.accumulate > 1 && d.zero >= 2 ? 2 : 1; /* sums over micro-batches have two orders */
+        plain.zero = d.accumulate > 1 && d.zero > 1 ? 2 : 1; /* whose sums have one order */
         plain.prefetch = plain.offload_optimizer = plain.offload_weights = 0;
         life_run(&one, &plain);
         life_run(&other, &d);
-        same += life_same(&other, d.desc.ranks * d.desc.ring);
+        same += life_same(&other, drawn_ranks(&d));
         for (int i = 0; i < STEPS; ++i)
             CHECK_SAY(one.result[i].loss == other.result[i].loss &&
                           one.result[i].norm == other.result[i].norm,
@@ -651,12 +660,12 @@ int main(void)
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
-                "%s:%lld grad %d, ZeRO %d, prefetch %d, offloaded: optimizer %d, weights %d, %lld micro-batches, sums of %s)\n",
+                "%s:%lld grad %d, ZeRO %d, prefetch %d, offloaded: optimizer %d, weights %d, %lld micro-batches, %d replicas, sums of %s)\n",
                 seed, (long long)d.layout.config.layers, d.desc.ranks, d.desc.ring, d.segments,
                 d.layout.config.heads, d.layout.config.kv_heads, d.desc.chunk, (long long)d.desc.tokens,
                 upipe_dtype_name(d.desc.dtype), activations_names[d.kept.kind], (long long)d.kept.k,
                 d.kept.grad, d.zero, d.prefetch, d.offload_optimizer, d.offload_weights,
-                (long long)d.accumulate, upipe_dtype_name(d.reduce));
+                (long long)d.accumulate, d.replicas, upipe_dtype_name(d.reduce));
         llama_layout_free(&d.layout);
         buffers_free(0);
     }

@@ -298,6 +298,9 @@ def test_packed(name, more, ids, folder):
         got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--accumulate', BATCH,
                            '--zero', zero, '--steps', STEPS)
         check_losses(f'packed {name} {" ".join(way)}, accumulated, ZeRO {zero}', got['loss'], losses)
+        got = train_losses(folder, way[2:], '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--replicas', BATCH,
+                           '--ranks', BATCH * int(way[1]), '--zero', zero, '--steps', STEPS)
+        check_losses(f'packed {name} {" ".join(way)}, each of {BATCH} replicas, ZeRO {zero}', got['loss'], losses)
 
 
 def test_long(ids, folder):

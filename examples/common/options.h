@@ -79,7 +79,7 @@ typedef struct options {
     int as_titan, max_tokens, best, plan;
     text_list calibrate, ignore_key;
 
-    const char *tokens_file, *end_token, *loss_mask;
+    const char *tokens_file, *end_token, *loss_mask, *eval_mask;
     int token_type, documents, shuffle;
     int64_t end_id; /* what end_token comes to; -1 = none */
 
@@ -220,6 +220,8 @@ static const flag_row flag_rows[] = {
      "a number for each token, of the same formats or raw u8: 0 where it is no target"},
     {"eval", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(eval), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
      "a text, or with --tokens-file files of tokens, of which nothing is learnt: its loss and perplexity after the last step"},
+    {"eval-mask", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(eval_mask), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
+     "what --loss-mask is, for the tokens of --eval"},
     {"eval-every", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(eval_every), 0, INT32_MAX, "0", FLAG_TRAINING,
      "steps between evaluations; 0: one after the last step"},
     {"steps", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(steps), 0, INT32_MAX, "100", FLAG_SCHEDULE | FLAG_TRAINING,

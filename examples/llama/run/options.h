@@ -145,6 +145,7 @@ static inline int options_contradictions(const options *o)
         if (o->given[i] && (flag_rows[i].traits & FLAG_TRAINING))
             return cli_refuse("--plan trains nothing, so --%s would have no effect", flag_rows[i].name);
     if (o->eval == NULL && options_given(o, &o->eval_every)) return cli_refuse("--eval-every wants --eval");
+    if (o->eval == NULL && o->eval_mask != NULL) return cli_refuse("--eval-mask wants --eval");
     if (o->save == NULL && options_given(o, &o->save_every)) return cli_refuse("--save-every wants --save");
     if (o->save == NULL && options_given(o, &o->keep)) return cli_refuse("--keep wants --save");
     for (i = 0; i < 3 && o->sample == 0; ++i)
@@ -165,7 +166,8 @@ static inline int options_id(const char *text, const char *flag, int64_t *id)
 /* Flags of tokens and their files. */
 static inline int options_tokens(options *o)
 {
-    const void *const members[] = {&o->token_type, &o->end_token, &o->documents, &o->shuffle, &o->loss_mask};
+    const void *const members[] = {&o->token_type, &o->end_token, &o->documents,
+                                   &o->shuffle,    &o->loss_mask, &o->eval_mask};
     size_t i;
     int status;
     if (o->tokens_file != NULL && o->data != NULL)
@@ -195,14 +197,14 @@ static inline data_request options_request(const options *o, int64_t vocab)
     return q;
 }
 
-/* And of what is evaluated, which is cut as it is: no order, and no loss mask. */
+/* And of what is evaluated, which is cut in its order. */
 static inline data_request options_eval_request(const options *o, int64_t vocab)
 {
     data_request q = options_request(o, vocab);
     q.text = o->data != NULL ? o->eval : NULL;
     q.files = o->data != NULL ? NULL : o->eval;
     q.by_documents = 0;
-    q.mask = NULL;
+    q.mask = o->eval_mask;
     return q;
 }
 

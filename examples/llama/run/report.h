@@ -384,6 +384,8 @@ static int report_spare_tokens(const run *u, const char *path)
         if (files_spare(path, "--eval", u->held.ids.file[i].path) != 0) return -1;
     for (i = 0; i < u->text.mask.files; ++i)
         if (files_spare(path, "--loss-mask", u->text.mask.file[i].path) != 0) return -1;
+    for (i = 0; i < u->held.mask.files; ++i)
+        if (files_spare(path, "--eval-mask", u->held.mask.file[i].path) != 0) return -1;
     return 0;
 }
 
