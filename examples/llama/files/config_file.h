@@ -406,6 +406,7 @@ static inline int llama_config_slides(const llama_config *c, const llama_family 
                                       int64_t from)
 {
     if (family->full_every > 0) return layer % family->full_every != 0;
+    if (family->pattern > 0) return (layer + 1) % from != 0;
     if (llama_is_word(family->keys, "no_rope_layers")) return (c->by_layer[layer] & LLAMA_NO_ROPE) != 0;
     return family->windows != LLAMA_WINDOWS_SWITCH || layer >= from;
 }
@@ -423,6 +424,9 @@ static inline int llama_config_windows(llama_config *c, const json_t *root, cons
     if (family->windows == LLAMA_WINDOWS_SWITCH &&
         (llama_config_flag(&on, root, "use_sliding_window", path, err) ||
          llama_config_count(&from, root, "max_window_layers", "window", from, path, err)))
+        return -1;
+    if (family->pattern > 0 && types == NULL &&
+        llama_config_count(&from, root, "sliding_window_pattern", "layers", family->pattern, path, err))
         return -1;
     c->window = on ? family->window : 0;
     if (on && json_is_null(json_object_get(root, "sliding_window")))
@@ -444,8 +448,12 @@ static inline int llama_config_windows(llama_config *c, const json_t *root, cons
                 err, path, "layer %" PRId64 " of layer_types is sliding_attention, and there is no window",
                 i);
         if (!slides && c->window > 0) c->by_layer[i] |= LLAMA_SEES_ALL;
+        if (!slides && c->window > 0 && family->pattern > 0) c->by_layer[i] |= LLAMA_NO_ROPE;
         sliding += slides;
     }
+    if (family->pattern > 0 && c->window > 0 && sliding == 0)
+        return llama_config_fail(err, path,
+                                 "no layer is sliding_attention, so that none has RoPE: not built");
     if (sliding > 0 || c->window == 0) return 0;
     for (i = 0, c->window = 0; i < c->layers; ++i) c->by_layer[i] &= (unsigned char)~LLAMA_SEES_ALL;
     return 0;

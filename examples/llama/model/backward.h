@@ -104,10 +104,11 @@ static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
 
 /* ---- layers ---- */
 
-/* g += the gradient dn through the attention half's norm of x, which lies in the second pool if it is `away`. */
+/* g += the gradient dn through the attention half's norm of x, or dn where it has none; x lies in the second pool if it is `away`. */
 static inline upipe_status model_norm_bwd(model_rank *r, int64_t layer, upipe_view g, upipe_view dn,
                                           upipe_view x, int away)
 {
+    const float *weight = model_vector(r, LLAMA_NORM1, layer);
     activations_tiles t;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
@@ -117,10 +118,12 @@ static inline upipe_status model_norm_bwd(model_rank *r, int64_t layer, upipe_vi
         if (here.data != there.data) UPIPE_TRY(model_copy(r, here, there));
         UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, model_part(r->m, x, i), away, NULL));
         while (t.tile.n > 0) {
-            UPIPE_TRY(r->c->ops->rmsnorm_bwd(
-                r->c, upipe_view_rows(rows, t.at.row, t.tile.n), upipe_view_rows(here, t.at.row, t.tile.n),
-                t.tile, model_vector(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps,
-                model_grad(r, LLAMA_NORM1, layer), 1));
+            const upipe_view dx = upipe_view_rows(rows, t.at.row, t.tile.n);
+            const upipe_view dy = upipe_view_rows(here, t.at.row, t.tile.n);
+            UPIPE_TRY(weight == NULL ? r->c->ops->add(r->c, dx, dy)
+                                     : r->c->ops->rmsnorm_bwd(r->c, dx, dy, t.tile, weight,
+                                                              (float)r->m->layout->config.norm_eps,
+                                                              model_grad(r, LLAMA_NORM1, layer), 1));
             UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
         }
         UPIPE_TRY(activations_tiles_end(r->c, &t));

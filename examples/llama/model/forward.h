@@ -38,9 +38,10 @@ static inline upipe_status model_there(model_rank *r, upipe_view there, upipe_vi
     return model_free_block(r, here);
 }
 
-/* n = the attention half's norm of x, which lies in the second pool if it is `away`. */
+/* n = the attention half's norm of x, or x where it has none; x lies in the second pool if it is `away`. */
 static inline upipe_status model_norm(model_rank *r, int64_t layer, upipe_view n, upipe_view x, int away)
 {
+    const float *weight = model_vector(r, LLAMA_NORM1, layer);
     activations_tiles t;
     upipe_view here;
     int i;
@@ -48,9 +49,10 @@ static inline upipe_status model_norm(model_rank *r, int64_t layer, upipe_view n
         UPIPE_TRY(model_here(r, &here, model_part(r->m, n, i)));
         UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, model_part(r->m, x, i), away, here.data));
         while (t.tile.n > 0) {
-            UPIPE_TRY(r->c->ops->rmsnorm(r->c, upipe_view_rows(here, t.at.row, t.tile.n), t.tile,
-                                         model_vector(r, LLAMA_NORM1, layer),
-                                         (float)r->m->layout->config.norm_eps));
+            upipe_view rows = upipe_view_rows(here, t.at.row, t.tile.n);
+            UPIPE_TRY(weight != NULL ? r->c->ops->rmsnorm(r->c, rows, t.tile, weight,
+                                                          (float)r->m->layout->config.norm_eps)
+                                     : r->c->ops->cast(r->c, rows, t.tile));
             UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
         }
         UPIPE_TRY(activations_tiles_end(r->c, &t));
