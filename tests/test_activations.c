@@ -305,6 +305,80 @@ static void test_moved(void)
     llama_layout_free(&layout);
 }
 
+/* ---- states in the second pool ---- */
+
+enum { LATE_MAX = 8, TILED = 2 * OFFLOAD_TILE + 17 };
+
+static struct {
+    void *dst;
+    const void *src;
+    size_t bytes;
+} late[LATE_MAX];
+static int late_n;
+
+/* A device's copies that run as late as they may: when the host waits for them. */
+static upipe_status late_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    (void)c;
+    if (!CHECK(late_n < LATE_MAX)) exit(1);
+    late[late_n].dst = dst;
+    late[late_n].src = src;
+    late[late_n++].bytes = bytes;
+    return UPIPE_OK;
+}
+
+static upipe_status late_sync(upipe_ctx *c)
+{
+    (void)c;
+    for (int i = 0; i < late_n; ++i) memcpy(late[i].dst, late[i].src, late[i].bytes);
+    late_n = 0;
+    return UPIPE_OK;
+}
+
+/* Three tiles of an update: what adamw gives at once, from and to either pool, with copies that run at once and late. */
+static void test_tiles(void)
+{
+    enum { W, M, V, G, ARRAYS };
+    const upipe_ops cpu = cpu_table();
+    float *start[ARRAYS], *at[ARRAYS], *want[ARRAYS];
+    uint16_t *copy = (uint16_t *)zeroed(TILED * 2), *want_copy = (uint16_t *)zeroed(TILED * 2);
+    test_rng rng = {.state = 5};
+    for (int i = 0; i < ARRAYS; ++i) {
+        start[i] = floats(TILED), at[i] = floats(TILED), want[i] = floats(TILED);
+        for (int64_t k = 0; k < TILED; ++k)
+            start[i][k] = (float)(test_below(&rng, 2001) - 1000 * (i != V)) / 1000;
+    }
+    for (int way = 0; way < 16; ++way) {
+        const int half = way & 1, weights_here = way >> 1 & 1, grads_here = way >> 2 & 1;
+        upipe_adamw a = {
+            .n = TILED, .step = 3, .rate = 1e-2, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .decay = 0.1};
+        upipe_ops ops = cpu;
+        upipe_mem host;
+        upipe_ctx c = {.ops = &cpu};
+        activations kept = {.second = &host};
+        a.grad_scale = 0.5;
+        a.copy_dtype = UPIPE_BF16;
+        for (int i = 0; i < ARRAYS; ++i)
+            memcpy(want[i], start[i], TILED * 4), memcpy(at[i], start[i], TILED * 4);
+        a.w = want[W], a.m = want[M], a.v = want[V], a.g = want[G], a.copy = half ? want_copy : NULL;
+        CHECK_STATUS(cpu.adamw(&c, &a), UPIPE_OK, c.err);
+        if (way & 8) ops.copy = late_copy, ops.sync = late_sync;
+        c.ops = &ops;
+        pool_begin(&host, 4 * OFFLOAD_TILE * sizeof(float), 2);
+        a.w = at[W], a.m = at[M], a.v = at[V], a.g = at[G], a.copy = half ? copy : NULL;
+        CHECK_STATUS(offload_update(&c, &kept, &cpu, &a, weights_here, grads_here), UPIPE_OK, c.err);
+        CHECK(late_n == 0 && host.live == 0);
+        CHECK_INT(kept.moved, (int64_t)TILED * (weights_here * (half ? 2 : 8) + 4 * grads_here));
+        CHECK_INT(host.peak,
+                  (size_t)OFFLOAD_TILE * 2 * (size_t)(weights_here * (half ? 2 : 4) + 4 * grads_here));
+        for (int i = 0; i < G; ++i)
+            CHECK_SAY(memcmp(at[i], want[i], TILED * 4) == 0, "way %d: array %d differs", way, i);
+        CHECK_SAY(!half || memcmp(copy, want_copy, TILED * 2) == 0, "way %d: rounded weights differ", way);
+        upipe_mem_destroy(&host, NULL);
+    }
+    buffers_free(0);
+}
+
 /* ---- random models ---- */
 
 enum { RANKS_MAX = 4, STEPS = 2 };
@@ -629,6 +703,7 @@ int main(void)
     TEST(test_largest());
     TEST(test_transfers());
     TEST(test_moved());
+    TEST(test_tiles());
     TEST(test_small_pool());
     TEST(test_rings());
     draws.least /= 8; /* each is a training of several ranks */
