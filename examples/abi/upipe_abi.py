@@ -18,7 +18,8 @@ import threading
 class Desc(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ('tokens', 'batch', 'window')] + [
         (name, ctypes.c_int32) for name in ('ranks', 'heads', 'kv_heads', 'head_dim', 'chunk', 'causal', 'layers')] + [
-            ('scale', ctypes.c_float), ('softcap', ctypes.c_float), ('dtype', ctypes.c_int32)]
+            ('scale', ctypes.c_float), ('softcap', ctypes.c_float)] + [
+                (name, ctypes.c_int32) for name in ('dtype', 'ring', 'ring_mode', 'ring_inner', 'layout')]
 
 
 class Error(RuntimeError):
