@@ -184,7 +184,8 @@ def test_narrow():
         first, count = u.rows(rank)
         rows = slice(first, first + count)
         mine = [t[:, rows] for t in inputs]
-        packed = {'bf16': torch.tensor(borders, dtype=torch.int32), 'autocast': borders}
+        packed = {'bf16': torch.tensor(borders, dtype=torch.int32), 'autocast': None}
+        u.pack(rank, borders)
         for name, whole in got.items():
 
             def body(*t):
@@ -252,6 +253,7 @@ def test_refused():
     check(torch.equal(first, q.grad), 'the second backward has other bits')
     slope, = torch.autograd.grad(attention(u, 0, q, q, q).square().sum(), q, create_graph=True)
     refused('no derivatives of derivatives' if OPERATORS else 'once_differentiable', slope.sum().backward)
+    check(torch.equal(attention(u, 0, q, q, q, cu_seqlens=[]), o), 'no packed sequences')
     o = attention(u, 0, q, q, q)
     u.close()
     refused('the handle is closed', o.sum().backward)

@@ -14,9 +14,8 @@ caller during the call. ctypes releases Python's lock in a call, so the ranks ru
 import ctypes
 import itertools
 import threading
-import weakref
 
-OPENED = weakref.WeakValueDictionary()  # Attention.number: for who can pass a handle on as an integer alone
+OPENED = {}  # by Attention.number, until the close: for who can pass on no more than an integer
 NUMBERS = itertools.count()
 
 
@@ -79,6 +78,7 @@ class Attention:
             raise Error(why.value.decode())
         self.ranks_here = range(self.desc.ranks) if rank is None else [rank]
         self.saved_bytes = {r: self.lib.upipe_abi_saved_bytes(self.handle, r) for r in self.ranks_here}
+        self.packed = {}  # by rank
         self.device = 'cuda' if self.lib.upipe_abi_can(b'cuda') else 'cpu'
         self.number = next(NUMBERS)
         OPENED[self.number] = self
@@ -102,13 +102,21 @@ class Attention:
 
     def pack(self, rank, cu_seqlens):
         """The rank's calls from now on see packed sequences: positions where they begin, and the end; []: none."""
-        numbers = (ctypes.c_int64 * len(cu_seqlens))(*cu_seqlens)
-        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, numbers, max(len(cu_seqlens) - 1, 0)))
+        self.of(rank)
+        self.packed[rank] = list(cu_seqlens)
 
-    def qkv_fwd(self, rank, o, q, k, v, layer=0):
+    def say_packed(self, rank, cu_seqlens):
+        numbers = self.packed.get(rank, []) if cu_seqlens is None else cu_seqlens
+        array = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array, max(len(numbers) - 1, 0)))
+
+    def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=None):
+        """cu_seqlens: of this call; None: those of pack()."""
+        self.say_packed(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank, layer), rank, layer, o, q, k, v))
 
-    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0):
+    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=None):
+        self.say_packed(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank, layer), rank, layer, dq, dk, dv, dout, o, q, k, v))
 
     def drop(self, rank, layer=0):
@@ -164,3 +172,4 @@ class Attention:
     def close(self):
         self.lib.upipe_abi_close(self.handle)
         self.handle = None
+        OPENED.pop(self.number, None)

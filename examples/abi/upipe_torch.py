@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.bfloat16)  # by upipe_abi_desc.dtype
 
 
 @contextlib.contextmanager
-def one_call(number, rank, cu_seqlens):
+def one_call(number, rank):
     """The handle, for a call of this rank. An error releases the other ranks, which would wait for this one."""
     u = OPENED.get(number)
     if u is None:
@@ -40,9 +40,6 @@ def one_call(number, rank, cu_seqlens):
             if len(u.ranks_here) > 1:
                 raise Error('PyTorch has one thread for all backwards of a device: on CUDA a rank is a process')
             u.stream(rank, torch.cuda.current_stream().cuda_stream)
-        if cu_seqlens is not None and (cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1):
-            raise Error(f'cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} dimensions; torch.int32 or int64 with one')
-        u.pack(rank, [] if cu_seqlens is None else cu_seqlens.tolist())
         yield u
     except Error as error:
         u.abort(rank, str(error))
@@ -57,6 +54,14 @@ def check(u, rank, heads, **tensors):
             raise Error(f'{name} is {t.dtype} on {t.device}; the handle has {dtype} on {u.device}')
         if tuple(t.shape) != shape:
             raise Error(f'{name} is {tuple(t.shape)}; rank {rank} has {shape}: batch, tokens, heads, head dim')
+
+
+def borders(cu_seqlens):
+    if cu_seqlens is None:
+        return []
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
+        raise Error(f'cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} dimensions; torch.int32 or int64 with one')
+    return cu_seqlens.tolist()
 
 
 def check_saved(u, rank, count):
@@ -74,28 +79,28 @@ def check_mask(desc, causal, window, softcap, scale):
 
 def forward(q, k, v, cu_seqlens, causal, window, softcap, scale, number, rank, saved_bytes):  # pylint: disable=too-many-positional-arguments
     """O, and what the backward needs of the forward. The schema is below."""
-    with one_call(number, rank, cu_seqlens) as u:
+    with one_call(number, rank) as u:
         check(u, rank, u.desc.heads, q=q)
         check(u, rank, u.desc.kv_heads, k=k, v=v)
         check_mask(u.desc, causal, window, softcap, scale)
         check_saved(u, rank, saved_bytes)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         o, saved = torch.empty_like(q), q.new_empty(saved_bytes, dtype=torch.uint8)
-        u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr())
+        u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), cu_seqlens=borders(cu_seqlens))
         u.save(rank, saved.data_ptr())
         return o, saved
 
 
 def backward(dout, o, q, k, v, saved, cu_seqlens, number, rank):  # pylint: disable=too-many-positional-arguments
     """dQ, dK, dV."""
-    with one_call(number, rank, cu_seqlens) as u:
+    with one_call(number, rank) as u:
         check(u, rank, u.desc.heads, dout=dout, o=o, q=q)
         check(u, rank, u.desc.kv_heads, k=k, v=v)
         check_saved(u, rank, saved.numel() * saved.element_size())
         dout, o, q, k, v = (t.contiguous() for t in (dout, o, q, k, v))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         u.restore(rank, saved.data_ptr())
-        u.qkv_bwd(rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)))
+        u.qkv_bwd(rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), cu_seqlens=borders(cu_seqlens))
         return dq, dk, dv
 
 
@@ -161,7 +166,7 @@ def attention(u, rank, q, k, v, *, cu_seqlens=None, causal=None, window=None, so
     q           [batch][rows][heads][head_dim] of the handle's type where it computes, rows of u.rows(rank); k, v with kv_heads; steps
                 as they are. Under torch.autocast they are cast first
     cu_seqlens  where packed sequences begin, and the end, in positions of the whole sequence: a tensor of integers or a list,
-                the same on all ranks; None: none
+                the same on all ranks; []: none; None: what u.pack() has said
     causal, window, softcap, scale  the handle's; one that is given and differs is refused
     out         as q, packed
     upipe_abi.Error with a sentence: for tensors of another type, device or shape, a handle that is closed or a forked parent's, a
@@ -171,8 +176,9 @@ def attention(u, rank, q, k, v, *, cu_seqlens=None, causal=None, window=None, so
     dtype = autocast_dtype(q.device.type)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if cu_seqlens is not None:
-        cu_seqlens = torch.as_tensor(cu_seqlens)
+    if cu_seqlens is None:
+        cu_seqlens = u.packed.get(rank, [])
+    cu_seqlens = torch.as_tensor(cu_seqlens) if len(cu_seqlens) > 0 else None
     # a slice of a fused projection is copied once, for forward and backward
     return forward_op(q.contiguous(), k.contiguous(), v.contiguous(), cu_seqlens, causal, window, softcap, scale, u.number, rank,
                       u.saved_bytes.get(rank, 0))[0]
