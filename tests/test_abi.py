@@ -389,6 +389,30 @@ def asked(abi, library):
     u.close()
 
 
+def kept_elsewhere(abi, library, layer):
+    """What a forward leaves waits in the caller's memory: the same bits, twice, and another forward has its layer meanwhile."""
+    q, k, v, dout = (floats(t) for t in layer)
+    want = run(abi, library, 1, 0, [layer])[0]
+    u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM, causal=1)
+    out = [floats([math.nan] * len(t)) for t in (q, q, k, v)]
+    saved, none = (ctypes.c_char * u.saved_bytes[0])(), floats([0.0] * len(q))
+    u.qkv_fwd(0, out[0], q, k, v)
+    u.save(0, saved)
+    u.qkv_fwd(0, none, none, none, none)
+    u.drop(0)
+    for _ in range(2):
+        out[1:] = (floats([math.nan] * len(t)) for t in out[1:])
+        u.restore(0, saved)
+        u.qkv_bwd(0, *out[1:], dout, out[0], q, k, v)
+        check([list(t) for t in out] == want, 'a forward that waited elsewhere has other bits')
+    refused(abi, lambda: u.save(0, saved), 'nothing to save')
+    u.close()
+    u = abi.Attention(library, tokens=TOKENS, heads=HEADS, head_dim=DIM)
+    u.qkv_fwd(0, none, none, none, none)
+    refused(abi, lambda: u.restore(0, saved), 'is before its backward')
+    u.close()
+
+
 def masked(abi, library, layer):
     """A soft-cap, packed sequences, and bf16: against the oracle on the same numbers."""
     for softcap, borders in (2.0, ()), (0.0, (0, 5, 6, TOKENS)), (2.0, (0, 5, 6, TOKENS)):
@@ -428,7 +452,10 @@ def misused(abi, library):
         t = floats([0.0] * 8 * 4 * 32)
         check(lib.upipe_abi_rows(handle, rank, ctypes.byref(first)) == -1, f'rows of {handle}, rank {rank}')
         check(lib.upipe_abi_bytes(handle, rank) == -1, f'bytes of {handle}, rank {rank}')
+        check(lib.upipe_abi_saved_bytes(handle, rank) == -1, f'saved bytes of {handle}, rank {rank}')
         check(lib.upipe_abi_drop(handle, rank, 0) != 0, f'drop of {handle}, rank {rank}')
+        check(lib.upipe_abi_save(handle, rank, 0, t) != 0, f'save of {handle}, rank {rank}')
+        check(lib.upipe_abi_restore(handle, rank, 0, t) != 0, f'restore of {handle}, rank {rank}')
         check(lib.upipe_abi_qkv_fwd(handle, rank, 0, t, t, t, t) != 0, f'forward of {handle}, rank {rank}')
         check(lib.upipe_abi_qkv_bwd(handle, rank, 0, t, t, t, t, t, t, t, t) != 0, f'backward of {handle}, rank {rank}')
         check(lib.upipe_abi_abort(handle, rank, None) != 0, f'abort of {handle}, rank {rank}')
@@ -533,6 +560,7 @@ def main():
     misused(abi, library)
     asked(abi, library)
     masked(abi, library, layers[0])
+    kept_elsewhere(abi, library, layers[0])
     same_in_processes(abi, library, layers)
     rings(abi, library, layers[0])
     sbh3d(abi, library, layers[0])

@@ -626,6 +626,59 @@ int upipe_abi_drop(upipe_abi *handle, int rank, int layer)
     return abi_end(r, upipe_saved_free(&r->ctx, &r->saved[layer]));
 }
 
+int64_t upipe_abi_saved_bytes(const upipe_abi *handle, int rank)
+{
+    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
+    return r != NULL ? (int64_t)(sizeof(upipe_given) + r->plan.buffers.lse) : -1;
+}
+
+static upipe_status abi_save(abi_rank *r, upipe_saved *save, char *to)
+{
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, to, &save->given, sizeof save->given));
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, to + sizeof save->given, save->lse, r->plan.buffers.lse));
+    return upipe_saved_free(&r->ctx, save);
+}
+
+static upipe_status abi_restore(abi_rank *r, upipe_saved *save, const char *from)
+{
+    void *lse;
+    UPIPE_TRY(upipe_alloc(&r->ctx, &lse, r->plan.buffers.lse, UPIPE_USE_STAT, "lse"));
+    save->lse = (float *)lse;
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, &save->given, from, sizeof save->given));
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, lse, from + sizeof save->given, r->plan.buffers.lse));
+    return r->ctx.ops->sync(&r->ctx); /* what was given is read on the host */
+}
+
+int upipe_abi_save(upipe_abi *handle, int rank, int layer, void *to)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_status s;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (to == NULL || layer < 0 || layer >= u->desc.layers || r->saved[layer].lse == NULL)
+        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                        "forward %d of %d has nothing to save, or no place to save it", layer,
+                                        (int)u->desc.layers));
+    s = abi_save(r, &r->saved[layer], (char *)to);
+    return s != UPIPE_OK ? abi_refuse(r, s) : abi_end(r, s);
+}
+
+int upipe_abi_restore(upipe_abi *handle, int rank, int layer, const void *from)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_status s;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (from == NULL || layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
+        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                        "nothing to restore, or forward %d of %d is before its backward",
+                                        layer, (int)u->desc.layers));
+    s = abi_restore(r, &r->saved[layer], (const char *)from);
+    return s != UPIPE_OK ? abi_refuse(r, s) : abi_end(r, s);
+}
+
 int upipe_abi_abort(upipe_abi *handle, int rank, const char *why)
 {
     abi *u = abi_of(handle);

@@ -14,7 +14,8 @@
  * Tensors are of the handle's type and packed: q, o [batch][rows][heads][head_dim], k, v [batch][rows][kv_heads][head_dim], where
  * rows are this rank's tokens, upipe_abi_rows of them. A call returns when all ranks have made it. A failed rank
  * releases the others, and the handle is then good for upipe_abi_close alone. A forward whose backward never comes
- * holds its layer until upipe_abi_drop. A rank that will not make the calls of the others says so by
+ * holds its layer until upipe_abi_drop. Who keeps what a forward leaves in memory of his own, by upipe_abi_save, needs one
+ * layer for any number of forwards. A rank that will not make the calls of the others says so by
  * upipe_abi_abort, which is a failure too.
  *
  * A library built for CUDA computes on the device that is current when the handle is opened, which must be current in each
@@ -90,6 +91,11 @@ UPIPE_ABI_API int upipe_abi_qkv_bwd(upipe_abi *u, int rank, int layer, void *dq,
                                     const void *dout, const void *o, const void *q, const void *k,
                                     const void *v);
 UPIPE_ABI_API int upipe_abi_drop(upipe_abi *u, int rank, int layer);
+/* What a forward leaves for its backward: upipe_abi_save moves it to `to`, of upipe_abi_saved_bytes, where the tensors are, and
+ * the layer is free; upipe_abi_restore brings it to a free layer before the backward, as often as one likes. */
+UPIPE_ABI_API int64_t upipe_abi_saved_bytes(const upipe_abi *u, int rank);
+UPIPE_ABI_API int upipe_abi_save(upipe_abi *u, int rank, int layer, void *to);
+UPIPE_ABI_API int upipe_abi_restore(upipe_abi *u, int rank, int layer, const void *from);
 UPIPE_ABI_API int upipe_abi_abort(upipe_abi *u, int rank, const char *why);
 UPIPE_ABI_API const char *upipe_abi_error(const upipe_abi *u, int rank);
 UPIPE_ABI_API int64_t upipe_abi_bytes(const upipe_abi *u, int rank); /* of a rank's slab */

@@ -24,9 +24,9 @@ typedef struct job {
     ncclUniqueId id, world;
 } job;
 
-/* What a rank has on its device: qkv and dqkv [rows][WIDTH], o and dout [rows][HEADS * DIM]. */
+/* What a rank has on its device: qkv and dqkv [rows][WIDTH], o and dout [rows][HEADS * DIM], and what a forward leaves. */
 typedef struct rank_data {
-    void *qkv, *dqkv, *o, *dout, *host;
+    void *qkv, *dqkv, *o, *dout, *saved, *host;
     int64_t rows, positions[TOKENS];
     cudaStream_t stream;
     upipe_dtype dtype;
@@ -63,6 +63,7 @@ static void data_open(rank_data *d, const job *j, const upipe_abi *u, int rank)
     OK(cudaMalloc(&d->dqkv, bytes_of(d, WIDTH)));
     OK(cudaMalloc(&d->o, bytes_of(d, HEADS * DIM)));
     OK(cudaMalloc(&d->dout, bytes_of(d, HEADS * DIM)));
+    OK(cudaMalloc(&d->saved, (size_t)upipe_abi_saved_bytes(u, rank)));
     OK(cudaHostAlloc(&d->host, bytes_of(d, WIDTH), cudaHostAllocDefault));
     columns(d, in[DOUT], HEADS * DIM, 0, HEADS * DIM, 0);
     OK(cudaMemcpyAsync(d->dout, d->host, bytes_of(d, HEADS * DIM), cudaMemcpyHostToDevice, d->stream));
@@ -87,6 +88,7 @@ static void data_close(rank_data *d, const job *j)
     OK(cudaFree(d->dqkv));
     OK(cudaFree(d->o));
     OK(cudaFree(d->dout));
+    OK(cudaFree(d->saved));
     OK(cudaFreeHost(d->host));
     OK(cudaStreamDestroy(d->stream));
 }
@@ -95,6 +97,8 @@ static int steps(upipe_abi *u, int rank, const rank_data *d)
 {
     int s = upipe_abi_stream(u, rank, d->stream);
     if (s == 0) s = upipe_abi_fused_fwd(u, rank, 0, d->o, d->qkv);
+    if (s == 0) s = upipe_abi_save(u, rank, 0, d->saved);
+    if (s == 0) s = upipe_abi_restore(u, rank, 0, d->saved);
     if (s == 0) s = upipe_abi_fused_bwd(u, rank, 0, d->dqkv, d->dout, d->o, d->qkv);
     return s == 0 ? upipe_abi_sync(u, rank) : s;
 }
@@ -252,6 +256,8 @@ static int whole(const job *j, const rank_data *d, char *why, size_t why_bytes)
     int s;
     if (u == NULL) return -1;
     s = upipe_abi_fused_fwd(u, 0, 0, d->o, d->qkv);
+    if (s == 0) s = upipe_abi_save(u, 0, 0, d->saved);
+    if (s == 0) s = upipe_abi_restore(u, 0, 0, d->saved);
     if (s == 0) s = upipe_abi_fused_bwd(u, 0, 0, d->dqkv, d->dout, d->o, d->qkv);
     if (s == 0) s = upipe_abi_sync(u, 0);
     if (s != 0) snprintf(why, why_bytes, "%s", upipe_abi_error(u, 0));
@@ -272,10 +278,10 @@ static void test_faults(void)
     slab = (size_t)upipe_abi_need(&j.desc, 0, why, sizeof why);
     CHECK(ncclGetUniqueId(&j.id) == ncclSuccess);
     d.rows = TOKENS, d.dtype = UPIPE_BF16;
-    OK(cudaMalloc(&d.qkv, 4 * bytes_of(&d, WIDTH)));
+    OK(cudaMalloc(&d.qkv, 5 * bytes_of(&d, WIDTH)));
     d.dqkv = (char *)d.qkv + bytes_of(&d, WIDTH), d.o = (char *)d.dqkv + bytes_of(&d, WIDTH);
-    d.dout = (char *)d.o + bytes_of(&d, WIDTH);
-    OK(cudaMemset(d.qkv, 0, 4 * bytes_of(&d, WIDTH)));
+    d.dout = (char *)d.o + bytes_of(&d, WIDTH), d.saved = (char *)d.dout + bytes_of(&d, WIDTH);
+    OK(cudaMemset(d.qkv, 0, 5 * bytes_of(&d, WIDTH)));
     OK(cudaDeviceSynchronize());
     held = fake_device_live(), live = fake_live_handles();
     fake_fail_at(0, 0, FAKE_ONCE);
