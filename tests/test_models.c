@@ -88,8 +88,9 @@ static void print_row(FILE *f, const llama_family *one)
             llama_is_word(one->keys, "attention_out_bias") ? "q, k, v; o" : biases[one->bias],
             one->bias_always ? ", always" : "", windows[one->windows],
             llama_is_word(one->keys, "no_rope_layers") ? "; layers without RoPE" : "");
-    fprintf(f, " %s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
+    fprintf(f, " %s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
             one->norms != LLAMA_NORMS_PRE ? "norms of both halves' results; " : "",
+            llama_is_word(one->keys, "embedding_multiplier") ? "multipliers; " : "",
             one->interleaved ? "interleaved pairs; " : "", one->partial > 0 ? "a part of the head; " : "",
             one->ropes ? "default and longrope alone" : "all types of RoPE");
     fprintf(f, " %s%s |\n", one->fused & LLAMA_FUSED_QKV ? "`qkv_proj` " : "",

@@ -150,7 +150,7 @@ def same_bytes():
               False),
              ({}, 2, 'f32', ['--method', 'fpdt', '--segments', '4', '--activations', 'blocks:2,grad'], True),
              ({}, 2, 'f32', ['--method', 'upipe-fpdt', '--activations', 'offload', '--overlap'], False),
-             ({}, 2, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '3'], True),
+             ({}, 2, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '3', '--offload-optimizer'], True),
              ({}, 4, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '2', '--replicas', '2'], True),
              (uneven, 3, 'f32', ['--method', 'upipe', '--activations', 'offload'], True)]
     for number, (config, ranks, dtype, words, real) in enumerate(cases):

@@ -158,26 +158,44 @@ def kept(c, rows):
     return here * unit, away
 
 
-def check_states(c, at_peak, element, what):
-    """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
-    units, vectors, zero = {}, 0, c['zero']
+def units_of(c):
+    """Elements of the matrices that are used together: half a layer, the embedding, the head."""
+    units = {}
     for name, shape in tensors_wanted(c).items():
-        if len(shape) == 1:
-            vectors += shape[0]
-        else: # half a layer, the embedding, the head
+        if len(shape) == 2:
             unit = name.rsplit('.', 2)[0] if 'layers' in name else name
             units[unit] = units.get(unit, 0) + math.prod(shape)
-    whole, most = sum(units.values()), max(units.values())
-    shard = sum(-(-n // c['ranks']) for n in units.values())
-    weights, gradients = shard if zero > 2 else whole, shard if zero > 1 else whole
+    return units.values()
+
+
+def check_states(c, at_peak, element, what):
+    """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
+    units, zero, away = units_of(c), c['zero'], c['offload_optimizer']
+    vectors = sum(shape[0] for shape in tensors_wanted(c).values() if len(shape) == 1)
+    whole, most = sum(units), max(units)
+    shard = sum(-(-n // c['ranks']) for n in units)
+    weights = 0 if c['offload_weights'] else shard if zero > 2 else whole
+    gradients = 0 if away and zero > 1 else shard if zero > 1 else whole
     more = at_peak['weights'] - weights * element - vectors * 4
     check(more == 0 if zero < 3 else 0 <= more <= (2 + c['zero_prefetch']) * most * element,
           f'{what}: {more} bytes more of weights')
     more = at_peak['gradients'] - gradients * 4 - vectors * 4
     check(more == 0 if zero < 2 else 0 <= more <= 2 * most * 4, f'{what}: {more} bytes more of gradients')
     states, vector_states = (shard, -(-vectors // c['ranks'])) if zero else (whole, vectors)
+    states = 0 if away else states
     equal(at_peak['optimizer'], 8 * (states + vector_states) + (4 * states if c['dtype'] == 'bf16' else 0),
           f'{what}: optimizer')
+
+
+def with_states(c, element, away):
+    """Bytes of rank 0's second pool: `away` of activations, and the optimizer's, with gradients that are sharded. While it
+    updates a unit, two tiles of what is not there are in the place of activations."""
+    if not c['offload_optimizer']:
+        return away
+    units = [-(-n // c['ranks']) if c['zero'] else n for n in units_of(c)]
+    weights = element if c['offload_weights'] else 0
+    tiles = 2 * min(max(units), 2**20) * (element - weights + 4 * (c['zero'] < 2))
+    return sum(units) * ((12 if element == 2 else 8) + 4 * (c['zero'] > 1) + weights) + max(away, tiles)
 
 
 def check_numbers(numbers, what):
@@ -213,11 +231,11 @@ def check_numbers(numbers, what):
     equal(c['segments'] > 0, c['method'] in SEGMENTED, f'{what}: segments')
     even = c['tokens'] % c['ranks'] == 0 and c['heads'] % c['ranks'] == 0
     if not c['segments'] and (is_plain(c) or even):
-        equal(numbers['host_bytes'], away, f'{what}: the second pool')
+        equal(numbers['host_bytes'], with_states(c, element, away), f'{what}: the second pool')
     elif not c['segments']: # O and lse where a rank has more heads than its share
         check(away < numbers['host_bytes'] < 1.3 * away, f'{what}: the second pool has {numbers["host_bytes"]} bytes')
     elif c['tokens'] % (c['segments'] * c['ranks']) == 0 and c['kv_heads'] % c['ranks'] == 0 and is_plain(c):
-        equal(numbers['host_bytes'], away + offloaded(c, rows), f'{what}: the second pool')
+        equal(numbers['host_bytes'], with_states(c, element, away + offloaded(c, rows)), f'{what}: the second pool')
     else:
         check(numbers['host_bytes'] > away + unit, f'{what}: the second pool has {numbers["host_bytes"]} bytes')
     equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
@@ -230,7 +248,7 @@ def test_numbers(folder):
     for key, want in {'method': 'upipe', 'ring': 1, 'inner': 0, 'segments': 0, 'chunk': 2, 'window': 0, 'head_dim': 32, 'ff_dim': 192,
                       'vocab': 256, 'untied': False, 'qk_norm': False, 'attention_bias': 'none', 'batch': 1, 'lr': 1e-3,
                       'min_lr': 1e-4, 'warmup': 1, 'weight_decay': 0.1, 'beta1': 0.9, 'beta2': 0.95, 'clip': 1, 'dtype': 'f32',
-                      'device': 'cpu', 'seed': 1, 'activations': 'ac', 'zero': 1, 'zero_prefetch': False, 'reduce_dtype': 'f32',
+                      'device': 'cpu', 'seed': 1, 'activations': 'ac', 'zero': 1, 'zero_prefetch': False, 'reduce_dtype': 'f32', 'offload_optimizer': False, 'offload_weights': False,
                       'data': BOOK, 'save': None, 'resume': None, 'load': None, 'text_bytes': os.path.getsize(BOOK)}.items():
         equal(c[key], want, f'default of {key}')
     equal(numbers['first_step'], 1, 'the first step')
@@ -465,16 +483,22 @@ def test_zero(folder):
         base = good(folder, f'{what}, zero 1', **{**few, **flags})
         for zero in (0, 2, 3):
             same(good(folder, f'{what}, zero {zero}', zero=zero, **{**few, **flags}), base, f'{what}, zero {zero}')
+        for zero in (1, 3):
+            same(good(folder, f'{what}, zero {zero}, offloaded', zero=zero, offload_optimizer=True, offload_weights=zero == 3,
+                      **{**few, **flags}), base, f'{what}, zero {zero}, offloaded')
     flags = {**few, **EVEN, 'steps': 6, 'attention_bias': 'qkv'}
     base = good(folder, 'zero, six steps', **flags, zero=3, save='whole')
-    for first, then in [(3, 0), (0, 2), (2, 3)]:
-        good(folder, f'zero {first}, three steps', **{**flags, 'steps': 3}, zero=first, save=f'zero{first}')
+    for first, then, way, other in [(3, 0, {}, {}), (0, 2, {}, {'offload_optimizer': True}),
+                                    (2, 3, {'offload_optimizer': True}, {'offload_optimizer': True, 'offload_weights': True})]:
+        good(folder, f'zero {first}, three steps', **{**flags, 'steps': 3}, zero=first, save=f'zero{first}', **way)
         numbers = good(folder, f'zero {first}, then {then}', steps=6, tokens=few['tokens'], zero=then,
-                       resume=f'zero{first}', save=f'zero{first}')
+                       resume=f'zero{first}', save=f'zero{first}', **other)
         equal(numbers['loss'], base['loss'][3:], f'zero {first}, then {then}: losses')
         for name in ('model.safetensors', 'optimizer.safetensors'):
             got, want = (f'{of}/checkpoint-6/{name}' for of in (f'zero{first}', 'whole'))
             check(os.path.exists(got) and read(got) == read(want), f'zero {first}, then {then}: {name}')
+    for words in ['--zero', '3'], ['--zero', '2', '--offload-optimizer']:
+        failed(folder, ['--offload-weights', *words], 2, ['--offload-weights wants --zero 3 and --offload-optimizer'])
     for words, said in [('4', 'not'), ('-1', 'not'), ('', 'is empty'), ('3x', 'not')]:
         failed(folder, given(zero=words), 2, ['--zero', said])
 

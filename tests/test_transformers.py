@@ -38,7 +38,7 @@ MODELS = [('Qwen2', {'tie_word_embeddings': True, 'use_sliding_window': False}),
           ('Llama', {'tie_word_embeddings': False, 'attention_bias': True}),
           ('Qwen3', {'tie_word_embeddings': True, 'attention_bias': True})]
 # What other families do otherwise: windows and layers without RoPE, a padding that occurs in the text (an e), fused tensors,
-# interleaved pairs, half a head, norms of what attention and MLP give.
+# interleaved pairs, half a head, norms of what attention and MLP give, multipliers.
 FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_sliding_window': True, 'sliding_window': 16,
                        'max_window_layers': 1}),
             ('Ministral', {'sliding_window': 16, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']}),
@@ -47,6 +47,8 @@ FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_s
             ('Phi3', {'sliding_window': 20, 'pad_token_id': None, 'partial_rotary_factor': 0.75}),
             ('Glm', {'pad_token_id': None, 'partial_rotary_factor': 0.5}),
             ('Glm4', {'pad_token_id': None, 'partial_rotary_factor': 0.5}),
+            ('Granite', {'embedding_multiplier': 3.0, 'residual_multiplier': 0.375, 'attention_multiplier': 0.125,
+                         'logits_scaling': 2.5, 'tie_word_embeddings': True}),
             ('SeedOss', {'attention_dropout': 0.0, 'residual_dropout': 0.0, 'pad_token_id': None}),
             ('Ernie4_5', {'pad_token_id': 101})]
 # Types of RoPE; 64 tokens are more than those of the training before.

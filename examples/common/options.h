@@ -72,7 +72,7 @@ typedef struct options {
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 
     activations_setting activations;
-    int offload, zero, zero_prefetch, reduce_dtype;
+    int offload, zero, zero_prefetch, reduce_dtype, offload_optimizer, offload_weights;
     size_t tile_bytes;
 
     const char *model, *machine, *lengths;
@@ -279,6 +279,12 @@ static const flag_row flag_rows[] = {
      "with --zero 3: the weights of the next half a layer are gathered while one computes"},
     {"reduce-dtype", "f32|bf16", IN_TRAIN | IN_PLAN, in_memory, FLAG_CHOICE, AT(reduce_dtype), 0, 0, "f32", 0,
      "in which gradients of matrices are sent to be summed; sums are f32"},
+    {"offload-optimizer", NULL, IN_TRAIN | IN_PLAN, in_memory, FLAG_SWITCH, AT(offload_optimizer), 0, 1, NULL, 0,
+     "the optimizer's states of matrices, and with --zero 2 or 3 their gradients, are in a second pool, the host's memory, "
+     "where its CPU updates them"},
+    {"offload-weights", NULL, IN_TRAIN | IN_PLAN, in_memory, FLAG_SWITCH, AT(offload_weights), 0, 1, NULL, 0,
+     "with --zero 3 and --offload-optimizer: the weights of matrices are there too, and each half a layer is gathered from "
+     "there"},
     {"tile-bytes", "SIZE", IN_TRAIN | IN_PLAN, in_memory, FLAG_BYTES, AT(tile_bytes), 1, (double)(INT64_MAX / 2), NULL, 0,
      "limit of a tile of MLP or loss with its unit (64KiB; 64 tokens or more), without product scratch (the paper's "
      "square, about model-dim tokens; of logits on a GPU 800MiB)"},
@@ -369,6 +375,10 @@ static const flag_row flag_rows[] = {
      "the token whose row of the embedding gets no gradient; below 0: from the end"},
     {"model-type", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 0, 100, NULL, 0, "row of the table of families"},
     {"layer-types", NULL, IN_CHECKPOINT, in_model, FLAG_TEXT, 0, 0, 0, NULL, 0, "window and RoPE of each layer"},
+    {"embedding-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of what the embedding gives"},
+    {"residual-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of attention's and the MLP's results"},
+    {"attention-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of the scores"},
+    {"logits-scaling", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "by which logits are divided"},
     {"rope-positions", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 1, INT32_MAX, NULL, 0, "max_position_embeddings"},
     {"rope-partial", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-3, 1, NULL, 0, "the part of a head that turns"},
     {"rope-low", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "turns within those, of llama3"},

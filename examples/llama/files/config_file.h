@@ -282,8 +282,8 @@ static inline int llama_config_known(const json_t *root, const llama_family *fam
     json_t *value;
     json_object_foreach((json_t *)(uintptr_t)root, name, value)
     {
-        if (llama_is_word(llama_keys, name) || llama_is_word(llama_keys_idle, name) ||
-            llama_is_word(family->keys, name) || llama_is_word(family->idle, name))
+        if (llama_has_key(family, name) || llama_is_word(llama_keys_idle, name) ||
+            llama_is_word(family->idle, name))
             continue;
         return llama_config_fail(err, path,
                                  "%.60s is a key that is not known of a %s; --ignore-key reads on without it",
@@ -462,9 +462,12 @@ static inline int llama_config_numbers(llama_config *c, json_t *root, int like, 
     c->rope_theta = family->rope_theta;
     c->family = like;
     c->qk_norm = family->qk_norm;
+    if (llama_has_key(family, "embedding_multiplier"))
+        c->embedding_multiplier = c->residual_multiplier = c->attention_multiplier = c->logits_scaling = 1;
     for (i = 0; i < LLAMA_FIELDS; ++i)
         if (llama_fields[i].key != NULL && llama_fields[i].used == 0 &&
             llama_fields[i].at != offsetof(llama_config, window) &&
+            llama_has_key(family, llama_fields[i].key) &&
             llama_config_field(c, &llama_fields[i], root, family, path, err))
             return -1;
     if (c->heads % c->kv_heads != 0)

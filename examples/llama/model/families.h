@@ -78,6 +78,7 @@ enum {
     LLAMA_IS_PHI3,
     LLAMA_IS_GLM,
     LLAMA_IS_GLM4,
+    LLAMA_IS_GRANITE,
     LLAMA_FAMILIES
 };
 
@@ -113,7 +114,10 @@ static const llama_family llama_families[LLAMA_FAMILIES] = {
      .fused = LLAMA_FUSED_MLP, .keys = "", .idle = ""},
     {.type = "glm4", .architecture = "Glm4ForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_absent = 1, .head_dim = 128,
      .norm_eps = 1.5625e-07, .rope_theta = 1e4, .pad = 1 + 151329, .partial = 0.5, .interleaved = 1,
-     .fused = LLAMA_FUSED_MLP, .norms = LLAMA_NORMS_GLM4, .keys = "", .idle = ""}};
+     .fused = LLAMA_FUSED_MLP, .norms = LLAMA_NORMS_GLM4, .keys = "", .idle = ""},
+    {.type = "granite", .architecture = "GraniteForCausalLM", .bias = LLAMA_BIAS_QKVO, .kv_heads = 1,
+     .norm_eps = 1e-6, .rope_theta = 1e4,
+     .keys = " embedding_multiplier residual_multiplier attention_multiplier logits_scaling ", .idle = ""}};
 /* clang-format on */
 
 /* Keys of every family that count: they are used, or must say what is built. */
@@ -154,6 +158,12 @@ static inline int llama_is_word(const char *words, const char *name)
     if (n == 0 || strchr(name, ' ') != NULL) return 0;
     while ((at = strstr(at, name)) != NULL && (at[-1] != ' ' || at[n] != ' ')) ++at;
     return at != NULL;
+}
+
+/* Whether the key counts in this family. */
+static inline int llama_has_key(const llama_family *f, const char *key)
+{
+    return llama_is_word(llama_keys, key) || llama_is_word(f->keys, key);
 }
 
 /* Types of all families, after each other. */

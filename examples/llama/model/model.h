@@ -46,10 +46,12 @@ typedef struct model {
     llama_rates rates; /* of RoPE, for the tokens of the plan */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
-    int zero;           /* stage: what is sharded over the ranks */
-    int prefetch;       /* stage 3: the next unit's weights are gathered while one is used */
-    upipe_dtype reduce; /* in which gradients are sent to be summed */
-    int64_t accumulate; /* micro-batches of a step */
+    int zero;              /* stage: what is sharded over the ranks */
+    int prefetch;          /* stage 3: the next unit's weights are gathered while one is used */
+    upipe_dtype reduce;    /* in which gradients are sent to be summed */
+    int offload_weights;   /* stage 3: weights are in the second pool, and gathered from there */
+    int offload_optimizer; /* the optimizer's states, and gradients that are sharded, are in the second pool */
+    int64_t accumulate;    /* micro-batches of a step */
     int replicas,
         replica; /* groups of ranks with sequences of their own, and which of them this rank is in */
     const int64_t *

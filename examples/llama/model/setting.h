@@ -14,8 +14,9 @@
  * tokens: of a sequence, over all ranks of a replica.  batch: sequences of a micro-batch.  accumulate: micro-batches of a step
  * of a replica.  tile_bytes: of MLP and loss, 0 = the
  * library's default.  zero: what is sharded over the ranks, 0 nothing to 3 everything.  reduce: the type in which
- * gradients are sent to be summed.  prefetch: with zero 3 the next unit's weights are gathered ahead.  borders: of the documents
- * that are packed into a planned step, as model.borders; NULL = none */
+ * gradients are sent to be summed.  prefetch: with zero 3 the next unit's weights are gathered ahead.  offload_optimizer,
+ * offload_weights: of the matrices, as in model.  borders: of the documents that are packed into a planned step, as
+ * model.borders; NULL = none */
 typedef struct setting {
     const llama_layout *layout;
     method_choice how;
@@ -26,6 +27,7 @@ typedef struct setting {
     size_t tile_bytes;
     int zero, prefetch;
     upipe_dtype reduce;
+    int offload_optimizer, offload_weights;
     const int64_t *borders;
     int64_t borders_n;
 } setting;
@@ -47,6 +49,8 @@ static inline setting setting_of(const options *o, const llama_layout *layout)
     s.zero = o->zero;
     s.prefetch = o->zero_prefetch;
     s.reduce = (upipe_dtype)o->reduce_dtype;
+    s.offload_optimizer = o->offload_optimizer;
+    s.offload_weights = o->offload_weights;
     s.borders = o->borders;
     s.borders_n = o->borders_n;
     return s;
@@ -79,6 +83,8 @@ static inline upipe_status setting_model(model *m, const setting *s, int rank, u
     m->zero = s->zero;
     m->prefetch = s->prefetch;
     m->reduce = s->reduce;
+    m->offload_optimizer = s->offload_optimizer;
+    m->offload_weights = s->offload_weights;
     m->accumulate = s->accumulate;
     m->borders = s->borders;
     m->borders_n = s->borders_n;

@@ -130,6 +130,8 @@ static inline int options_contradictions(const options *o)
             "--window, --qk-norm and --attention-bias contradict each other: no model that is built has these together");
     if (options_given(o, &o->activations) && o->offload)
         return cli_refuse("--offload is --activations offload: only one of them can be given");
+    if (o->offload_weights && (o->zero < 3 || !o->offload_optimizer))
+        return cli_refuse("--offload-weights wants --zero 3 and --offload-optimizer");
     if (o->zero_prefetch && o->zero < 3)
         return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",
                           o->zero);

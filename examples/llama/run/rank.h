@@ -19,6 +19,19 @@ static inline upipe_status run_allocate(const run *u, run_rank *k)
     return k->events != NULL ? UPIPE_OK : upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for a trace");
 }
 
+/* The CPU's table for what is updated in the second pool; the ranks of this machine share its threads. */
+static inline upipe_status run_open_host(const run *u, run_rank *k)
+{
+    const long threads = sysconf(_SC_NPROCESSORS_ONLN) / u->net.near;
+    if (pool_init(&k->threads, threads < 1 ? 1 : threads < POOL_MAX ? (int32_t)threads : POOL_MAX) != 0)
+        return upipe_fail(&k->c.err, UPIPE_ERR_BACKEND, "no threads for the optimizer");
+    k->par = pool_par(&k->threads);
+    device_table(DEVICE_CPU, &k->host);
+    k->host.par = &k->par;
+    k->t.host = &k->host;
+    return UPIPE_OK;
+}
+
 /* New weights, or those of a folder. */
 static inline upipe_status run_begin(const run *u, trainer *t)
 {
@@ -38,6 +51,7 @@ static inline upipe_status run_open(run *u, run_rank *k, int rank)
     UPIPE_TRY(upipe_comm_barrier(&k->c, world)); /* all have started */
     UPIPE_TRY(run_allocate(u, k));
     UPIPE_TRY(trainer_open(&k->t, &k->m, &k->c, world, &k->p.host));
+    if (u->o.offload_optimizer) UPIPE_TRY(run_open_host(u, k));
     k->t.r.kept.side = &k->p.d;
     k->t.timed = u->log != NULL && rank == u->net.first;
     if (u->o.zero_prefetch) {
@@ -162,6 +176,7 @@ static inline upipe_status run_close(run_rank *k, upipe_status s)
     if (s != UPIPE_OK) trainer_stop(&k->t);
     if (s == UPIPE_OK) s = pools_destroy(&k->p, &k->c.err);
     trainer_close(&k->t);
+    if (k->threads.workers > 0) pool_free(&k->threads);
     data_order_free(&k->order);
     free(k->borders);
     free(k->inputs);

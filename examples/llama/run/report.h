@@ -304,11 +304,11 @@ static int report_json(const run *u, files *all, const report_total *slope)
 static void report_trace_rank(void *user, FILE *f, int rank)
 {
     const run *u = (const run *)user;
-    upipe_mem pool; /* it is gone, its trace is not */
-    memset(&pool, 0, sizeof pool);
-    pool.events = u->ranks[rank].events;
-    pool.events_n = u->ranks[rank].events_n;
-    upipe_mem_trace_write(&pool, f, rank, rank == 0);
+    upipe_mem traced; /* it is gone, its trace is not */
+    memset(&traced, 0, sizeof traced);
+    traced.events = u->ranks[rank].events;
+    traced.events_n = u->ranks[rank].events_n;
+    upipe_mem_trace_write(&traced, f, rank, rank == 0);
 }
 
 /* All processes together; rank 0's writes. */

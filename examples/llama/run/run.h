@@ -14,6 +14,7 @@
 #include "upipe/upipe.h"
 
 #include "../../common/device_flag.h"
+#include "../../common/pool.h"
 #include "../../common/world.h"
 #include "../files/data.h"
 #include "../model/setting.h"
@@ -30,6 +31,9 @@ typedef struct run_rank {
     memory_plan plan;
     pools p;
     side_stream ahead; /* where weights are gathered ahead */
+    upipe_ops host;    /* of the CPU, for what is updated in the second pool; its threads */
+    pool threads;
+    upipe_par par;
     upipe_mem_event *events;
     int64_t events_n;
     size_t phase[MODEL_PHASES], peak, host_peak;
