@@ -105,18 +105,18 @@ class Attention:
         self.of(rank)
         self.packed[rank] = list(cu_seqlens)
 
-    def describe_packed(self, rank, cu_seqlens):
+    def set_borders(self, rank, cu_seqlens):
         numbers = self.packed.get(rank, []) if cu_seqlens is None else cu_seqlens
         array = (ctypes.c_int64 * len(numbers))(*numbers)
         self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array, max(len(numbers) - 1, 0)))
 
     def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=None):
         """cu_seqlens: of this call; None: those of pack()."""
-        self.describe_packed(rank, cu_seqlens)
+        self.set_borders(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank, layer), rank, layer, o, q, k, v))
 
     def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=None):
-        self.describe_packed(rank, cu_seqlens)
+        self.set_borders(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank, layer), rank, layer, dq, dk, dv, dout, o, q, k, v))
 
     def drop(self, rank, layer=0):
