@@ -1,6 +1,6 @@
 """upipe_team.py -- the processes that torchrun has started as ranks of upipe_abi.py, over TCP
 
-    team = team_from_env('libupipe_abi.so')             # or Team(library, group) for a process group of one's own
+    team = team_from_env()                              # or Team(group=...) for a process group of one's own
     first, count = team.rows(1024)                      # this rank's tokens of 1024
     u = team.handle(tokens=1024, heads=8, head_dim=64, causal=1, layers=2)     # all ranks ask for the same
     o = upipe_torch.attention(u, team.rank, q, k, v)
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from upipe_abi import Attention, Error
 
+LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libupipe_abi.so')  # where the wheel has it
 DEADLINE = 60  # seconds, as the library's
 HELLO = 5  # seconds that a client has for its first words
 PROOF = 32  # bytes
@@ -141,7 +142,7 @@ class Team:
     close()       of all handles; all ranks
     """
 
-    def __init__(self, library, group=None):
+    def __init__(self, library=LIBRARY, group=None):
         self.library, self.group = library, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.handles, self.ends = {}, []
@@ -202,7 +203,7 @@ class Team:
         self.handles, self.ends = {}, []
 
 
-def team_from_env(library):
+def team_from_env(library=LIBRARY):
     """The team of all processes that torchrun has started; makes torch.distributed's default group where there is none."""
     if not dist.is_initialized():
         if 'RANK' not in os.environ:

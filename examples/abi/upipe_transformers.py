@@ -1,6 +1,6 @@
 """upipe_transformers.py -- upipe_torch.attention as an attention of Hugging Face's transformers, on a part of every sequence
 
-    team = upipe_team.team_from_env('libupipe_abi.so')
+    team = upipe_team.team_from_env()
     upipe_transformers.register(team)
     model = LlamaForCausalLM.from_pretrained(..., attn_implementation='upipe')     # the same weights on every rank
     batch = upipe_transformers.shard(team, input_ids=ids, labels=ids)              # this rank's tokens
