@@ -2,8 +2,8 @@
 """test_torchrun.py LIBRARY TOP -- models of Hugging Face's transformers on a part of every sequence, against the same models
 
 Processes that torchrun's launcher starts, forked from this one, which has PyTorch already. Random Llama, Qwen3 and Mistral
-with windows, on teams of one to four: logits, loss and the gradient of every parameter, of whole sequences and of packed
-documents. What is refused, on every rank and at once. Where no Python here has both packages the test is left out (status 77).
+with windows, on teams of one to four, and compiled on two: logits, loss and the gradient of every parameter, of whole sequences
+and of packed documents. What is refused, on every rank and at once. Where no Python here has both packages the test is left out (status 77).
 """
 
 import os
@@ -67,13 +67,14 @@ def same(what, got, want, limit=2e-6):
     check(off <= limit, f'{what} is off by {off:.3g} of the largest')
 
 
-def test_model(team, name, more, position_ids):
-    what = f'{name} on {team.ranks} ranks{", packed" if position_ids is not None else ""}'
+def test_model(team, name, more, position_ids, backend=None):
+    what = f'{name} on {team.ranks} ranks{", packed" if position_ids is not None else ""}{f", {backend}" if backend else ""}'
     model, (ids, labels) = make_model(name, more), draw_ids(2 if position_ids is None else 1)
     plain = model(input_ids=ids, labels=labels, position_ids=position_ids, use_cache=False)
     want = gradients(model, plain.loss)
     model.set_attn_implementation('upipe')
-    own = model(**shard(team, ids, labels, position_ids))
+    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    own = run(**shard(team, ids, labels, position_ids))
     got = gradients(model, own.loss)
     team.sum_gradients(model)
     loss = own.loss.detach()
@@ -150,6 +151,14 @@ def rank_main():
             for position_ids in (None, DOCUMENTS):
                 test_model(own, name, more, position_ids)
         own.close()
+    if team.rank in TEAMS[-1][0]:
+        own = Team(LIBRARY, mine[0])  # its handles are opened while the models are traced
+        register(own)
+        for name, more in MODELS:
+            torch.compiler.reset()
+            test_model(own, name, more, DOCUMENTS, 'aot_eager')
+        own.close()
+    distributed.barrier()
     register(team)
     test_refused(team)
     team.close()

@@ -16,7 +16,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from upipe_abi import Error
-from upipe_torch import attention
+from upipe_torch import DTYPES, attention, autocast_dtype
 
 IGNORED = -100  # transformers' label of a token without a loss
 
@@ -95,12 +95,20 @@ def register(team, name='upipe'):
             own = positions(torch.arange(first, first + count, device=query.device), cu_seq_lens_q)
             torch._assert_async((position_ids == own).all(),  # pylint: disable=protected-access
                                 "position_ids are not those of this rank's tokens: take shard()'s")
-        u = team.handle(tokens=team_tokens, batch=query.shape[0], heads=query.shape[1], kv_heads=key.shape[1],
+        dtype = autocast_dtype(query.device.type) or query.dtype
+        if dtype not in DTYPES:
+            raise Error(f'{dtype} is not served: torch.float32 and torch.bfloat16 are')
+        u = opened(tokens=team_tokens, batch=query.shape[0], heads=query.shape[1], kv_heads=key.shape[1],
                         head_dim=query.shape[3], causal=int(module.is_causal if is_causal is None else is_causal),
                         window=sliding_window or 0, scale=scaling or 0.0, softcap=softcap or 0.0,
-                        layers=module.config.num_hidden_layers + 1)  # one more: torch.utils.checkpoint repeats a forward
-        u.pack(team.rank, cu_seq_lens_q.tolist() if len(cu_seq_lens_q) > 2 else [])
-        return attention(u, team.rank, *(t.transpose(1, 2) for t in (query, key, value))), None
+                        dtype=DTYPES.index(dtype))
+        packed = cu_seq_lens_q if len(cu_seq_lens_q) > 2 else None
+        return attention(u, team.rank, *(t.transpose(1, 2) for t in (query, key, value)), cu_seqlens=packed), None
+
+    @torch.compiler.assume_constant_result
+    def opened(**desc):
+        """A handle is the same each time, so that torch.compile may open it while it traces."""
+        return team.handle(**desc)
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, own_mask)
