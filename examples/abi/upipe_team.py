@@ -1,0 +1,212 @@
+"""upipe_team.py -- the processes that torchrun has started as ranks of upipe_abi.py, over TCP
+
+    team = team_from_env()                              # or Team(group=...) for a process group of one's own
+    first, count = team.rows(1024)                      # this rank's tokens of 1024
+    u = team.handle(tokens=1024, heads=8, head_dim=64, causal=1, layers=2)     # all ranks ask for the same
+    o = upipe_torch.attention(u, team.rank, q, k, v)
+    team.sum_gradients(model)                           # each rank has those of its own tokens
+
+A process group tells the ranks where each of them listens. Whoever connects proves that it has what rank 0 has drawn for
+this team, and the secret of UPIPE_SECRET_FILE or UPIPE_SECRET where there is one. Nothing that is sent is encrypted.
+"""
+
+import hmac
+import os
+import socket
+import stat
+import time
+
+import torch
+import torch.distributed as dist
+
+from upipe_abi import Attention, Error
+
+LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libupipe_abi.so')  # where the wheel has it
+DEADLINE = 60  # seconds, as the library's
+HELLO = 5  # seconds that a client has for its first words
+PROOF = 32  # bytes
+SECRET_LEAST, SECRET_MOST = 16, 1024  # bytes
+
+
+def read_secret():
+    """What UPIPE_SECRET_FILE, which must be its owner's alone, or UPIPE_SECRET holds; b'' without both."""
+    text, path = os.environ.get('UPIPE_SECRET'), os.environ.get('UPIPE_SECRET_FILE')
+    if text is None and path is None:
+        return b''
+    if text is not None and path is not None:
+        raise Error('UPIPE_SECRET and UPIPE_SECRET_FILE are both set')
+    secret = text.encode() if text is not None else b''
+    if path is not None:
+        try:
+            with open(path, 'rb') as file:
+                if os.fstat(file.fileno()).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                    raise Error(f'UPIPE_SECRET_FILE {path} is not used: others may open it: chmod 600')
+                secret = file.read(SECRET_MOST + 2)
+        except OSError as error:
+            raise Error(f'UPIPE_SECRET_FILE {path} is not used: {error.strerror}') from error
+    secret = secret.rstrip(b'\r\n')
+    if not SECRET_LEAST <= len(secret) <= SECRET_MOST:
+        raise Error(f'the secret has {len(secret)} bytes; at least {SECRET_LEAST} and at most {SECRET_MOST} will do')
+    return secret
+
+
+def own_address():
+    """The address by which the others reach this machine: that of its way to MASTER_ADDR."""
+    family, kind, proto, _, place = socket.getaddrinfo(os.environ.get('MASTER_ADDR', 'localhost'), 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:  # sends nothing
+        probe.connect(place)
+        return probe.getsockname()[0]
+
+
+def receive(end, count):
+    data = b''
+    while len(data) < count:
+        more = end.recv(count - len(data))
+        if not more:
+            raise OSError('the connection has ended')
+        data += more
+    return data
+
+
+class Door:
+    """Where a rank listens while a handle is opened."""
+
+    def __init__(self, rank, ranks, key):
+        self.rank, self.ranks, self.key = rank, ranks, key
+        self.until = time.monotonic() + DEADLINE
+        host = own_address()
+        self.listening = socket.create_server((host, 0), family=socket.AF_INET6 if ':' in host else socket.AF_INET,
+                                              backlog=2 * ranks)
+        self.place = self.listening.getsockname()[:2]
+
+    def proof(self, *words):
+        return hmac.digest(self.key, b'|'.join(words), 'sha256')
+
+    def connect(self, place, peer, which):
+        """A socket to a lower rank: its nonce, who we are with a nonce and a proof, and its proof."""
+        end = socket.create_connection(place, timeout=self.left())
+        hello = b'%d %d %d' % (self.rank, peer, which)
+        nonce, own = receive(end, PROOF), os.urandom(PROOF)
+        end.sendall(hello.ljust(PROOF) + own + self.proof(b'joins', hello, nonce, own))
+        if not hmac.compare_digest(receive(end, PROOF), self.proof(b'takes', hello, nonce, own)):
+            raise OSError(f'who answers at {place[0]} is not rank {peer}')
+        end.settimeout(None)
+        return end
+
+    def accept(self):
+        """(rank, which, socket) of a higher rank; None for a stranger."""
+        self.listening.settimeout(self.left())
+        end = self.listening.accept()[0]
+        try:
+            end.settimeout(HELLO)
+            nonce = os.urandom(PROOF)
+            end.sendall(nonce)
+            hello, own, proof = (receive(end, PROOF) for _ in range(3))
+            hello = hello.rstrip()
+            if hmac.compare_digest(proof, self.proof(b'joins', hello, nonce, own)):
+                end.sendall(self.proof(b'takes', hello, nonce, own))
+                end.settimeout(None)
+                rank, _, which = map(int, hello.split())
+                return rank, which, end
+        except OSError:
+            pass
+        end.close()
+        return None
+
+    def left(self):
+        return max(self.until - time.monotonic(), 0.001)
+
+    def sockets(self, places):
+        """[which][rank]: two sockets to each other rank, None at one's own place."""
+        ends = [[None] * self.ranks for _ in range(2)]
+        try:
+            for peer in range(self.rank):
+                for which in range(2):
+                    ends[which][peer] = self.connect(places[peer], peer, which)
+            while any(end is None for row in ends for end in row[self.rank + 1:]):
+                came = self.accept()
+                if came:
+                    ends[came[1]][came[0]] = came[2]
+        except OSError as error:
+            raise Error(f'rank {self.rank} has no sockets to all {self.ranks} ranks: {error}') from error
+        finally:
+            self.listening.close()
+        return ends
+
+
+class Team:
+    """The ranks of a process group, which hold a part of every sequence each.
+
+    rank, ranks   those of the group
+    handle(...)   an upipe_abi.Attention for this rank; the same description gives the same one
+    close()       of all handles; all ranks
+    """
+
+    def __init__(self, library=LIBRARY, group=None):
+        self.library, self.group = library, group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.handles, self.ends = {}, []
+        self.key = self.of_all(os.urandom(PROOF))[0] + read_secret()
+        shown = self.of_all(hmac.digest(self.key, b'team', 'sha256'))
+        for peer, other in enumerate(shown):
+            if other != shown[0]:
+                raise Error(f'rank {peer} has another secret than rank 0')
+
+    def of_all(self, what):
+        """[ranks]: what each rank has brought; all ranks call it."""
+        all_of_it = [None] * self.ranks
+        dist.all_gather_object(all_of_it, what, group=self.group)
+        return all_of_it
+
+    def rows(self, tokens):
+        """(first, count) of this rank's tokens."""
+        cut = [tokens // self.ranks * i + tokens % self.ranks * i // self.ranks for i in (self.rank, self.rank + 1)]
+        return cut[0], cut[1] - cut[0]
+
+    def handle(self, **desc):
+        """All ranks ask for it at the same time, and with the same description; else each of them raises Error at once."""
+        key = tuple(sorted(desc.items()))
+        if key not in self.handles:
+            door = Door(self.rank, self.ranks, self.key)
+            places, asked = zip(*self.of_all((door.place, key)))
+            for peer, other in enumerate(asked):
+                if other != asked[0]:
+                    door.listening.close()
+                    raise Error(f'rank {peer} asks for {dict(other)}, rank 0 for {dict(asked[0])}')
+            ends = door.sockets(places)
+            self.ends += [end for row in ends for end in row if end]
+            headers, data = ([end.fileno() if end else -1 for end in row] for row in ends)
+            self.handles[key] = Attention(self.library, rank=self.rank, headers=headers, data=data, ranks=self.ranks, **desc)
+        return self.handles[key]
+
+    def sum(self, *tensors):
+        """Each becomes its sum over the ranks."""
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=self.group)
+
+    def sum_gradients(self, model):
+        """A parameter that no token of this rank has used counts as zeros."""
+        for p in model.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                self.sum(p.grad)
+
+    def gather(self, part, dim=1):
+        """The tensor of which each rank has its tokens' part; without gradients."""
+        return torch.cat(self.of_all(part.detach()), dim)
+
+    def close(self):
+        for u in self.handles.values():
+            u.close()
+        for end in self.ends:
+            end.close()
+        self.handles, self.ends = {}, []
+
+
+def team_from_env(library=LIBRARY):
+    """The team of all processes that torchrun has started; makes torch.distributed's default group where there is none."""
+    if not dist.is_initialized():
+        if 'RANK' not in os.environ:
+            raise Error('RANK is not set: start the ranks with torchrun')
+        dist.init_process_group('gloo')
+    return Team(library)

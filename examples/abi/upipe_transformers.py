@@ -1,0 +1,114 @@
+"""upipe_transformers.py -- upipe_torch.attention as an attention of Hugging Face's transformers, on a part of every sequence
+
+    team = upipe_team.team_from_env()
+    upipe_transformers.register(team)
+    model = LlamaForCausalLM.from_pretrained(..., attn_implementation='upipe')     # the same weights on every rank
+    batch = upipe_transformers.shard(team, input_ids=ids, labels=ids)              # this rank's tokens
+    loss = model(**batch).loss                          # this rank's part of the mean
+    loss.backward()
+    team.sum_gradients(model)
+
+Models are those whose attention goes through transformers' AttentionInterface: decoders with causal masks, sliding windows
+and soft-caps. A rank sees its tokens with the positions that they have in the whole sequence.
+"""
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from upipe_abi import Error
+from upipe_torch import DTYPES, attention, autocast_dtype
+
+IGNORED = -100  # transformers' label of a token without a loss
+
+
+def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
+    """Arguments of model(...) for this rank's tokens.
+
+    input_ids       [batch][tokens], the same on all ranks
+    labels          the same shape, unshifted, as transformers takes them: they are shifted here, before the cut. The model's
+                    loss is then this rank's part of the mean over the tokens of all ranks
+    position_ids    [1 or batch][tokens]; None: 0, 1, 2 ... Where they begin anew a packed document does, in a batch of 1
+    attention_mask  ones, or None
+    """
+    batch, tokens = input_ids.shape
+    if tokens < team.ranks:
+        raise Error(f'{tokens} tokens for {team.ranks} ranks')
+    if attention_mask is not None and not attention_mask.bool().all():
+        raise Error('attention_mask hides tokens: padding is not served; pack documents into one row')
+    at = torch.arange(tokens, device=input_ids.device)
+    position_ids = at[None] if position_ids is None else position_ids
+    borders = torch.cat([at[position_ids[0] == 0], at.new_tensor([tokens])])
+    if not torch.equal(position_ids, positions(at, borders).expand_as(position_ids)):
+        raise Error('position_ids are not 0, 1, 2 ... of each document, and the same in each row')
+    if len(borders) > 2 and batch > 1:
+        raise Error(f'packed documents in a batch of {batch}: put all of them into one row')
+    first, count = team.rows(tokens)
+    rows = slice(first, first + count)
+    out = {'input_ids': input_ids[:, rows], 'position_ids': position_ids[:, rows], 'cu_seq_lens_q': borders, 'team_tokens': tokens,
+           'use_cache': False}
+    if labels is not None:
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        out['labels'] = out['shift_labels'] = shifted[:, rows].contiguous()
+        out['num_items_in_batch'] = (shifted != IGNORED).sum()
+    return out
+
+
+def positions(at, borders):
+    """Those that tokens have in their documents, which begin at the borders."""
+    return at - borders[torch.searchsorted(borders, at, right=True) - 1]
+
+
+def check_call(module, attention_mask, dropout, use_cache, team_tokens, more):
+    """What the library would compute otherwise, or not at all."""
+    what = [name for name in ('position_bias', 's_aux', 'head_mask', 'block_table') if more.get(name) is not None]
+    if attention_mask is not None:
+        raise Error('attention_mask is not served: shard() drops one that hides nothing')
+    if dropout:
+        raise Error(f'attention dropout {dropout} is not served')
+    if use_cache:
+        raise Error('use_cache is not served, nor generate(): keys of earlier tokens are not kept')
+    if what or more.get('output_attentions'):
+        raise Error(f'{(what or ["output_attentions"])[0]} is not served')
+    if team_tokens is None:
+        raise Error('team_tokens is missing: call the model with what shard() returns')
+    rope = getattr(module.config, 'rope_parameters', None) or {}
+    kinds = {one['rope_type'] for one in (rope, *rope.values()) if isinstance(one, dict) and 'rope_type' in one}
+    for kind in kinds & {'dynamic', 'longrope'}:
+        raise Error(f'rope_type {kind} is not served: its angles are those of the longest position that a rank sees')
+
+
+def own_mask(attention_mask=None, use_vmap=False, config=None, **_):
+    """In place of transformers' masks: what hides more than causality, windows and borders of documents is no argument."""
+    if use_vmap or getattr(config, 'attention_chunk_size', None):
+        raise Error("the model's own kind of mask is not served: causal, sliding windows and packed documents are")
+    return attention_mask
+
+
+def register(team, name='upipe'):
+    """From now on attn_implementation=name is the library's, on this team."""
+
+    def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
+               is_causal=None, position_ids=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, **more):
+        check_call(module, attention_mask, dropout, use_cache, team_tokens, more)
+        if module.layer_idx == 0 and position_ids is not None:
+            first, count = team.rows(team_tokens)
+            own = positions(torch.arange(first, first + count, device=query.device), cu_seq_lens_q)
+            torch._assert_async((position_ids == own).all(),  # pylint: disable=protected-access
+                                "position_ids are not those of this rank's tokens: take shard()'s")
+        dtype = autocast_dtype(query.device.type) or query.dtype
+        if dtype not in DTYPES:
+            raise Error(f'{dtype} is not served: torch.float32 and torch.bfloat16 are')
+        u = opened(tokens=team_tokens, batch=query.shape[0], heads=query.shape[1], kv_heads=key.shape[1],
+                        head_dim=query.shape[3], causal=int(module.is_causal if is_causal is None else is_causal),
+                        window=sliding_window or 0, scale=scaling or 0.0, softcap=softcap or 0.0,
+                        dtype=DTYPES.index(dtype))
+        packed = cu_seq_lens_q if len(cu_seq_lens_q) > 2 else None
+        return attention(u, team.rank, *(t.transpose(1, 2) for t in (query, key, value)), cu_seqlens=packed), None
+
+    @torch.compiler.assume_constant_result
+    def opened(**desc):
+        """A handle is the same each time, so that torch.compile may open it while it traces."""
+        return team.handle(**desc)
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, own_mask)

@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""test_torchrun.py LIBRARY TOP -- models of Hugging Face's transformers on a part of every sequence, against the same models
+
+Processes that torchrun's launcher starts, forked from this one, which has PyTorch already. Random Llama, Qwen3 and Mistral
+with windows, on teams of one to four, and compiled on two: logits, loss and the gradient of every parameter, of whole sequences
+and of packed documents. What is refused, on every rank and at once. Where no Python here has both packages the test is left out (status 77).
+"""
+
+import os
+import socket
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, end, equal, other_python, write  # pylint: disable=wrong-import-position
+
+os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1'}
+try:
+    import torch
+    import transformers
+    from torch import distributed
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
+        raise ImportError('rope_parameters came with 5')
+except ImportError:
+    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
+    print('left out: transformers, as no Python here has version 5 of it and PyTorch')
+    sys.exit(77)
+
+LIBRARY = os.path.abspath(sys.argv[1])
+sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
+from upipe_team import PROOF, Door, Team, read_secret, team_from_env  # pylint: disable=wrong-import-position
+from upipe_transformers import register, shard  # pylint: disable=wrong-import-position
+
+TOKENS, RANKS = 37, 4
+MODELS = [('Llama', {}), ('Qwen3', {'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}),
+          ('Mistral', {'sliding_window': 9})]
+DOCUMENTS = torch.cat([torch.arange(n) for n in (5, 1, 20, 11)])[None]
+# Which ranks are a team at the same time.
+TEAMS = [[[0, 1, 2, 3]], [[0, 1, 2], [3]], [[0, 1], [2, 3]]]
+
+
+def make_model(name, more, **config):
+    torch.manual_seed(3)
+    config = getattr(transformers, name + 'Config')(
+        vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, attn_implementation='eager', **more, **config)
+    return getattr(transformers, name + 'ForCausalLM')(config)
+
+
+def draw_ids(batch):
+    ids = torch.randint(0, 97, (batch, TOKENS), generator=torch.Generator().manual_seed(batch))
+    labels = ids.clone()
+    labels[:, :3] = -100
+    return ids, labels
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def same(what, got, want, limit=2e-6):
+    off = (got - want).abs().max().item() / want.abs().max().item()
+    check(off <= limit, f'{what} is off by {off:.3g} of the largest')
+
+
+def test_model(team, name, more, position_ids, backend=None):
+    what = f'{name} on {team.ranks} ranks{", packed" if position_ids is not None else ""}{f", {backend}" if backend else ""}'
+    model, (ids, labels) = make_model(name, more), draw_ids(2 if position_ids is None else 1)
+    plain = model(input_ids=ids, labels=labels, position_ids=position_ids, use_cache=False)
+    want = gradients(model, plain.loss)
+    model.set_attn_implementation('upipe')
+    run = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    own = run(**shard(team, ids, labels, position_ids))
+    got = gradients(model, own.loss)
+    team.sum_gradients(model)
+    loss = own.loss.detach()
+    team.sum(loss)
+    same(f'{what}: the loss', loss, plain.loss.detach())
+    same(f'{what}: the logits', team.gather(own.logits), plain.logits.detach())
+    equal(sorted(got), sorted(want), f'{what}: names')
+    for one, gradient in want.items():
+        same(f'{what}: {one}', got[one], gradient)
+
+
+def refused(words, body):
+    began = time.monotonic()
+    try:
+        body()
+    except RuntimeError as error:
+        check(words in str(error), f'"{error}" does not say "{words}"')
+        check(time.monotonic() - began < 5, f'"{words}" takes {time.monotonic() - began:.1f} s')
+    else:
+        check(False, f'not refused: "{words}"')
+
+
+def test_refused(team):
+    model, (ids, labels) = make_model('Llama', {}, attention_dropout=0.5).eval(), draw_ids(1)
+    model.set_attn_implementation('upipe')
+    batch = shard(team, ids, labels, attention_mask=torch.ones_like(ids))
+    padded = torch.ones_like(ids)
+    padded[0, 0] = 0
+    refused('padding is not served', lambda: shard(team, ids, attention_mask=padded))
+    refused('3 tokens for 4 ranks', lambda: shard(team, ids[:, :3]))
+    refused('0, 1, 2 ... of each document', lambda: shard(team, ids, position_ids=DOCUMENTS + 1))
+    refused('in a batch of 2', lambda: shard(team, ids.repeat(2, 1), position_ids=DOCUMENTS))
+    refused('attention_mask is not served', lambda: model(**batch, attention_mask=torch.ones_like(batch['input_ids'])))
+    refused('use_cache is not served', lambda: model(**{**batch, 'use_cache': True}))
+    refused('nor generate()', lambda: model.generate(ids, max_new_tokens=2))
+    refused('team_tokens is missing', lambda: model(ids, use_cache=False))
+    refused('dropout 0.5 is not served', lambda: model.train()(**batch))
+    stretched = make_model('Llama', {}, max_position_embeddings=64, rope_parameters={'rope_type': 'dynamic', 'factor': 2.0, 'rope_theta': 1e4})
+    stretched.set_attn_implementation('upipe')
+    refused('rope_type dynamic', lambda: stretched(**batch))
+    refused("rank 3 asks for {'causal': 1, 'head_dim': 32, 'heads': 2, 'tokens': 40}, rank 0",
+            lambda: team.handle(tokens=40 if team.rank == 3 else 41, heads=2, head_dim=32, causal=1))
+
+
+def test_secret(folder):
+    path = os.path.join(folder, 'secret')
+    write(path, 'a secret of 24 bytes....\n')
+    for variables, words in (({'UPIPE_SECRET': 'short'}, 'has 5 bytes'), ({'UPIPE_SECRET': 'x' * 16, 'UPIPE_SECRET_FILE': path}, 'both set'),
+                             ({'UPIPE_SECRET_FILE': path}, 'chmod 600'), ({'UPIPE_SECRET_FILE': path + '2'}, 'No such file')):
+        os.environ.update(variables)
+        os.chmod(path, 0o644)
+        refused(words, read_secret)
+        for name in variables:
+            del os.environ[name]
+
+
+def with_strangers(connect):
+    def connect_second(door, place, *more):
+        with socket.create_connection(place) as stranger:
+            stranger.sendall(b'hello' * PROOF)
+        return connect(door, place, *more)
+    return connect_second
+
+
+def rank_main():
+    team = team_from_env(LIBRARY)
+    Door.connect = with_strangers(Door.connect)
+    groups = [[distributed.new_group(ranks) for ranks in teams] for teams in TEAMS]
+    for teams, made in zip(TEAMS, groups):
+        mine = [group for ranks, group in zip(teams, made) if team.rank in ranks]
+        own = Team(LIBRARY, mine[0])
+        register(own)
+        for name, more in MODELS:
+            for position_ids in (None, DOCUMENTS):
+                test_model(own, name, more, position_ids)
+        own.close()
+    if team.rank in TEAMS[-1][0]:
+        own = Team(LIBRARY, mine[0])  # its handles are opened while the models are traced
+        register(own)
+        for name, more in MODELS:
+            torch.compiler.reset()
+            test_model(own, name, more, DOCUMENTS, 'aot_eager')
+        own.close()
+    distributed.barrier()
+    register(team)
+    test_refused(team)
+    team.close()
+    os.environ['UPIPE_SECRET'] += 'r' * (team.rank == 2)
+    refused('rank 2 has another secret', lambda: Team(LIBRARY))
+    distributed.destroy_process_group()
+    return end(f'rank {team.rank}')
+
+
+def main():
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        test_secret(folder)
+        os.environ['UPIPE_SECRET'] = 'what all ranks have'
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=RANKS, run_id='test', rdzv_backend='c10d',
+                              rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1)
+        statuses = elastic_launch(config, rank_main)()
+        equal(statuses, dict.fromkeys(range(RANKS), 0), 'what the ranks return')
+    return end(f'transformers {transformers.__version__}, torch {torch.__version__}')
+
+
+if __name__ == '__main__':
+    sys.exit(main())
