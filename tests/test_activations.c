@@ -356,6 +356,7 @@ static void test_tiles(void)
         upipe_mem host;
         upipe_ctx c = {.ops = &cpu};
         activations kept = {.second = &host};
+        int64_t moved = 0;
         a.grad_scale = 0.5;
         a.copy_dtype = UPIPE_BF16;
         for (int i = 0; i < ARRAYS; ++i)
@@ -366,9 +367,9 @@ static void test_tiles(void)
         c.ops = &ops;
         pool_begin(&host, 4 * OFFLOAD_TILE * sizeof(float), 2);
         a.w = at[W], a.m = at[M], a.v = at[V], a.g = at[G], a.copy = half ? copy : NULL;
-        CHECK_STATUS(offload_update(&c, &kept, &cpu, &a, weights_here, grads_here), UPIPE_OK, c.err);
+        CHECK_STATUS(offload_update(&c, &kept, &cpu, &a, weights_here, grads_here, &moved), UPIPE_OK, c.err);
         CHECK(late_n == 0 && host.live == 0);
-        CHECK_INT(kept.moved, (int64_t)TILED * (weights_here * (half ? 2 : 8) + 4 * grads_here));
+        CHECK_INT(moved, (int64_t)TILED * (weights_here * (half ? 2 : 8) + 4 * grads_here));
         CHECK_INT(host.peak,
                   (size_t)OFFLOAD_TILE * 2 * (size_t)(weights_here * (half ? 2 : 4) + 4 * grads_here));
         for (int i = 0; i < G; ++i)

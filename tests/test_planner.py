@@ -141,6 +141,19 @@ def flags(config, ranks):
             '--attention-bias', {'qwen2': 'qkv', 'llama': 'qkvo' if c.get('attention_bias') else 'none'}[c['model_type']]]
 
 
+def small_cards():
+    """A card of 24 GiB trains Llama3-8B where its states are in the host's memory; what would help says so."""
+    words = ['--model', 'llama3-8b', '--machine', '4090x4', '--tokens', '256k', '--method', 'upipe']
+    away = ['--offload-optimizer', '--offload-weights']
+    for n in 0, 1, 2:
+        got = plan(*words, *away[:n], status=0 if n else 3)
+        left = {advice['flags']: advice for advice in got['advice']}
+        check(got['fits'] == (n > 0) and 19 * GIB >= got['gpu_bytes'] * got['fits'], f"{away[:n]}: {got['gpu_bytes']} bytes")
+        flag = (away[:1], away[1:], [])[n]
+        check(all(left[' '.join(flag)][key] > 0 for key in ('gpu_bytes_saved', 'seconds_more')) if flag else not left.keys() & set(away),
+              f'{away[:n]}: {left}')
+
+
 def same_bytes():
     uneven = {'num_attention_heads': 7, 'num_key_value_heads': 1}
     cases = [(QWEN2, 2, 'bf16', ['--method', 'upipe', '--activations', 'offload'], True),
@@ -423,6 +436,6 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, same_bytes, accumulated, numbers, documents, refusals, paths, others, pictures:
+    for test in paper, small_cards, same_bytes, accumulated, numbers, documents, refusals, paths, others, pictures:
         test()
 sys.exit(end('planner'))

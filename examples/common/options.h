@@ -99,7 +99,7 @@ static const flag_row flag_rows[] = {
     {"model", "NAME|DIR", IN_PLAN, in_run, FLAG_TEXT, AT(model), 0, 0, NULL, 0,
      "a model by name (a wrong one lists them), or a folder with a config.json"},
     {"machine", "NAME|FILE", IN_PLAN, in_run, FLAG_TEXT, AT(machine), 0, 0, "h100x8", 0,
-     "h100x8, h100x16 (two nodes), h100x32, h200x8, a100x8, cpu, or a file"},
+     "h100x8, h100x16 (two nodes), h100x32, h200x8, a100x8, b200x8, rtxpro6000x8, l40sx8, 5090x8, 4090x4, cpu, or a file"},
     {"method", "NAME", IN_TRAIN | IN_LOGITS, in_run, FLAG_METHOD, AT(how.method), 0, 0, "upipe", 0,
      "one of those below"},
     {"method", "NAME", IN_PLAN, in_run, FLAG_TEXT, AT(method_name), 0, 0, "upipe", 0,

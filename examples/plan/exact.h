@@ -42,7 +42,9 @@ static void exact_work(estimate *e, const memory_plan *p, const model *m, const 
         w->states = fmax(0, w->exposed - sums * (1 - 1.0 / setting_ranks(s)));
         w->exposed -= w->states;
     }
-    *(s->how.segments > 0 && !s->how.overlap ? &w->waited : &w->moved) = (double)p->moved;
+    *(s->how.segments > 0 && !s->how.overlap ? &w->waited : &w->moved) = (double)(p->moved - p->moved_states);
+    w->waited +=
+        (double)p->moved_states; /* and what of it is gathered ahead; the CPU's own time is not known */
     w->stages = fmax(0, passes - once);
 }
 

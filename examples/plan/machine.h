@@ -98,19 +98,28 @@ static const struct {
                                  {0.011, MACHINE_FIT ": all-to-all beyond 512K"},
                                  {0.508, MACHINE_FIT ": those of Native PyTorch"}};
 
+#define MACHINE_SHEET "h100x8's, by the ratio of the data sheets' dense bf16 rates, links or memory"
+
+/* A card's memory is its data sheet's. Without NVLink ranks trade over PCIe. */
 static const struct {
     const char *name;
     int ranks, ranks_node;
     int64_t gpu, host;
-    double speed, link; /* against an H100 */
+    double speed, link, pcie, memory; /* against an H100: 989 TFLOP/s, 450 and 64 GB/s one way, 3,350 GB/s */
     const char *why;
-} machine_presets[] = {{"h100x8", 8, 8, 80, 1945, 1, 1, NULL}, /* 1.9 TiB a node, the paper's section 5.1 */
-                       {"h100x16", 16, 8, 80, 1945, 1, 1, NULL},
-                       {"h100x32", 32, 8, 80, 1945, 1, 1, NULL},
-                       {"h200x8", 8, 8, 131, 1945, 1, 1, "as h100x8: the same processor"},
-                       {"a100x8", 8, 8, 80, 1024, 312.0 / 989, 0.5,
-                        "h100x8's, by the ratio of the data sheets' bf16 rates or links"},
-                       {"cpu", 8, 8, 0, 0, 60e9 / 664e12, 0.1, "assumed; --calibrate measures"}};
+} machine_presets[] = {
+    {"h100x8", 8, 8, 80, 1945, 1, 1, 1, 1, NULL}, /* 1.9 TiB a node, the paper's section 5.1 */
+    {"h100x16", 16, 8, 80, 1945, 1, 1, 1, 1, NULL},
+    {"h100x32", 32, 8, 80, 1945, 1, 1, 1, 1, NULL},
+    {"h200x8", 8, 8, 131, 1945, 1, 1, 1, 1, "as h100x8: the same processor"},
+    {"a100x8", 8, 8, 80, 1024, 312.0 / 989, 0.5, 0.5, 0.5,
+     "h100x8's, by the ratio of the data sheets' bf16 rates or links"},
+    {"b200x8", 8, 8, 178, 1945, 2250.0 / 989, 2, 1, 8000.0 / 3350, MACHINE_SHEET}, /* 192 GB */
+    {"rtxpro6000x8", 8, 8, 96, 1024, 503.8 / 989, 64.0 / 450, 1, 1597.0 / 3350, MACHINE_SHEET},
+    {"l40sx8", 8, 8, 48, 1024, 362.05 / 989, 32.0 / 450, 0.5, 864.0 / 3350, MACHINE_SHEET},
+    {"5090x8", 8, 8, 32, 1024, 209.5 / 989, 64.0 / 450, 1, 1792.0 / 3350, MACHINE_SHEET},
+    {"4090x4", 4, 4, 24, 512, 165.2 / 989, 32.0 / 450, 0.5, 1008.0 / 3350, MACHINE_SHEET},
+    {"cpu", 8, 8, 0, 0, 60e9 / 664e12, 0.1, 0.1, 0.1, "assumed; --calibrate measures"}};
 
 enum { MACHINE_PRESETS = sizeof machine_presets / sizeof *machine_presets };
 
@@ -131,9 +140,11 @@ static inline int machine_preset(machine *m, const char *name)
     m->reserve = m->gpu > 0 ? 5 * MACHINE_GIB : 0; /* context, NCCL, fragmentation */
     m->host = (int64_t)host;
     for (k = 0; k < MACHINE_RATES; ++k) {
-        const double factor = k <= MACHINE_DENSE   ? machine_presets[i].speed
-                              : k <= MACHINE_MERGE ? machine_presets[i].link
-                                                   : 1;
+        const double factor = k <= MACHINE_DENSE                           ? machine_presets[i].speed
+                              : k == MACHINE_HOST || k == MACHINE_SEGMENTS ? machine_presets[i].pcie
+                              : k == MACHINE_MERGE                         ? machine_presets[i].memory
+                              : k < MACHINE_MERGE                          ? machine_presets[i].link
+                                                                           : 1;
         m->rate[k] = machine_h100[k].value * factor;
         snprintf(m->origin[k], MACHINE_ORIGIN, "%s",
                  machine_presets[i].why != NULL ? machine_presets[i].why : machine_h100[k].origin);
@@ -274,7 +285,9 @@ static inline int machine_find(machine *m, const char *name)
     if ((status = machine_preset(m, name)) >= 0) return status;
     if (access(name, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
         return cli_refuse(
-            "--machine %s is neither a file nor one of h100x8, h100x16, h100x32, h200x8, a100x8, cpu", name);
+            "--machine %s is neither a file nor one of h100x8, h100x16, h100x32, h200x8, a100x8, b200x8, "
+            "rtxpro6000x8, l40sx8, 5090x8, 4090x4, cpu",
+            name);
     if ((status = machine_json(&root, name)) != 0) return status;
     status = machine_read(m, name, root);
     json_decref(root);

@@ -141,6 +141,19 @@ static void advisor_schedule(advisor *a)
     }
 }
 
+/* What does not depend on the tokens, in the host's memory. */
+static void advisor_states(advisor *a)
+{
+    setting s = *a->s;
+    s.offload_optimizer = 1;
+    if (!a->s->offload_optimizer) advisor_try(a, "--offload-optimizer", a->p, &s);
+    s.offload_weights = 1;
+    if (s.zero == 3 && !a->s->offload_weights)
+        advisor_try(a,
+                    a->s->offload_optimizer ? "--offload-weights" : "--offload-optimizer --offload-weights",
+                    a->p, &s);
+}
+
 static int advice_order(const void *x, const void *y)
 {
     const advice_item *a = (const advice_item *)x, *b = (const advice_item *)y;
@@ -164,6 +177,7 @@ static int planner_advice(const planner *p, const setting *s, const estimate *no
         advisor_titan(&a);
     } else {
         advisor_schedule(&a);
+        advisor_states(&a);
     }
     advisor_activations(&a);
     if (s->batch > 1) {

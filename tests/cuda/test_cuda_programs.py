@@ -127,6 +127,11 @@ def test_train(_):
     for kept in 'ac', 'sac,grad', 'blocks:2', 'sao:2,grad':
         other = numbers('train', *flags, 'cuda', '--activations', kept, FAKE_SEED=5, SIMT_SEED=5)
         check(other['loss'] == got['loss'], f'losses {other["loss"]} with {kept}, {got["loss"]} with offload')
+    away = ['--offload-optimizer', '--zero', '3'] # the CPU's update, of weights here, there, and gathered ahead from there
+    there_too = [numbers('train', *flags, 'cuda', '--offload', *away, *more, FAKE_SEED=seed, SIMT_SEED=seed)['loss']
+                 for seed, more in enumerate(([], ['--offload-weights'], ['--offload-weights', '--zero-prefetch']))]
+    check(all(losses == there_too[0] for losses in there_too), f'losses with the optimizer offloaded: {there_too}')
+    check(all(abs(a - b) < 0.02 * b for a, b in zip(there_too[0], got['loss'])), f'{there_too[0]}, {got["loss"]} on the device')
     cut = [numbers('train', *flags, 'cuda', '--method', 'upipe-fpdt', '--segments', '3', '--overlap', '--activations', kept,
                    FAKE_SEED=seed, SIMT_SEED=seed) for seed, kept in enumerate(('offload,grad', 'sac'))]
     check(all(one['loss'] == cut[0]['loss'] for one in cut), f'losses in segments: {cut}')

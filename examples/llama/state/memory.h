@@ -39,6 +39,7 @@ typedef struct memory_plan {
     size_t at_peak[MEMORY_PARTS], largest[MEMORY_PARTS];
     size_t need, host_need;       /* slabs */
     int64_t sent, moved;          /* to other ranks, and between the pools, in the step */
+    int64_t moved_states;         /* of the latter: weights, gradients and what the optimizer needs of them */
     int64_t sent_team, sent_ring; /* of them: the all-to-all, and round the ring */
     upipe_dry_work work;
     int blocks_max;
@@ -131,6 +132,7 @@ static inline upipe_status memory_life(memory_dry *d, trainer *t, memory_then *t
     plan->sent_ring = d->dry.ring.sent_bytes;
     plan->work = d->dry.work;
     plan->moved = trainer_moved(t);
+    plan->moved_states = t->state.zero[LLAMA_WEIGHTS].moved;
     if (then != NULL) UPIPE_TRY(then(t, user));
     return trainer_free_block(t);
 }

@@ -1,6 +1,6 @@
 /* offload.h -- AdamW of states that lie in the second pool, on the host's CPU
  *
- *     offload_update(&ctx, &kept, host_ops, &adamw, weights_here, grads_here);       what a rank has of a unit
+ *     offload_update(&ctx, &kept, host_ops, &adamw, weights_here, grads_here, &moved);    of a unit
  *
  * By tiles: while one is updated, the new weights of the tile before it go to the rank's pool, and what the next one
  * needs comes from there. So the link is used beside the CPU, by copies of the stream that activations are copied on.
@@ -20,6 +20,7 @@ typedef struct offload {
     activations *kept;
     const upipe_ops *ops;
     const upipe_adamw *a;
+    int64_t *moved;
     int64_t tile;  /* elements */
     char *weights; /* [2][tile] of the storage type: f32 weights come and go, bf16 ones go */
     float *grads;  /* [2][tile]; NULL: gradients are in the second pool already, and weights likewise */
@@ -46,15 +47,20 @@ static inline float *offload_grads(const offload *o, int64_t at)
     return o->grads + at / o->tile % 2 * o->tile;
 }
 
+static inline upipe_status offload_copy(offload *o, void *dst, const void *src, size_t bytes)
+{
+    *o->moved += (int64_t)bytes;
+    return activations_start(o->kept, o->c, dst, src, bytes);
+}
+
 /* Begins to bring what the tile needs, if there is one. */
 static inline upipe_status offload_fetch(offload *o, int64_t at)
 {
     const size_t bytes = at < o->a->n ? (size_t)offload_n(o, at) * 4 : 0;
     if (bytes == 0) return UPIPE_OK;
     if (o->a->copy == NULL && o->weights != NULL)
-        UPIPE_TRY(activations_copy(o->kept, o->c, offload_weights(o, at), o->a->w + at, bytes));
-    return o->grads != NULL ? activations_copy(o->kept, o->c, offload_grads(o, at), o->a->g + at, bytes)
-                            : UPIPE_OK;
+        UPIPE_TRY(offload_copy(o, offload_weights(o, at), o->a->w + at, bytes));
+    return o->grads != NULL ? offload_copy(o, offload_grads(o, at), o->a->g + at, bytes) : UPIPE_OK;
 }
 
 /* The host waits for all copies begun. */
@@ -89,8 +95,8 @@ static inline upipe_status offload_return(offload *o, int64_t at)
     const size_t element = offload_element(o->a);
     void *weights = o->a->copy != NULL ? o->a->copy : o->a->w;
     if (o->weights == NULL) return UPIPE_OK;
-    return activations_copy(o->kept, o->c, upipe_offset(weights, (size_t)at * element),
-                            offload_weights(o, at), (size_t)offload_n(o, at) * element);
+    return offload_copy(o, upipe_offset(weights, (size_t)at * element), offload_weights(o, at),
+                        (size_t)offload_n(o, at) * element);
 }
 
 static inline upipe_status offload_tiles(offload *o)
@@ -111,13 +117,15 @@ static inline upipe_status offload_tiles(offload *o)
  *   ops           a CPU's table
  *   weights_here  the weights, a->copy or f32 a->w, are in the rank's own pool, and not in the second one
  *   grads_here    g is
+ *   moved         += bytes copied between the pools
  *   bytes         buffers of two tiles of either in the second pool meanwhile
  *   errors        MEMORY, the tables'
  */
 static inline upipe_status offload_update(upipe_ctx *c, activations *kept, const upipe_ops *ops,
-                                          const upipe_adamw *a, int weights_here, int grads_here)
+                                          const upipe_adamw *a, int weights_here, int grads_here,
+                                          int64_t *moved)
 {
-    offload o = {c, kept, ops, a, a->n < OFFLOAD_TILE ? a->n : OFFLOAD_TILE, NULL, NULL};
+    offload o = {c, kept, ops, a, moved, a->n < OFFLOAD_TILE ? a->n : OFFLOAD_TILE, NULL, NULL};
     const size_t two = 2 * (size_t)o.tile;
     void *weights = NULL, *grads = NULL;
     if (weights_here)

@@ -330,7 +330,7 @@ static inline upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_res
 static inline upipe_status trainer_update_unit(trainer *t, int group, int unit, const trainer_rates *rates,
                                                double norm)
 {
-    const upipe_zero *z = &t->state.zero[group];
+    upipe_zero *z = &t->state.zero[group];
     const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
     const int64_t weight = upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS) ? p.at : p.first;
     const int64_t grad = upipe_zero_sharded(z, UPIPE_ZERO_GRADS) ? p.at : p.first;
@@ -357,7 +357,7 @@ static inline upipe_status trainer_update_unit(trainer *t, int group, int unit, 
     a.decay = group == LLAMA_WEIGHTS ? rates->decay : 0;
     a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
     if (trainer_away(t, group))
-        return offload_update(c, &t->r.kept, t->host, &a, !z->weights_away, !z->grads_away);
+        return offload_update(c, &t->r.kept, t->host, &a, !z->weights_away, !z->grads_away, &z->moved);
     return c->ops->adamw(c, &a);
 }
 
