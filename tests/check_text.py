@@ -60,12 +60,14 @@ def check_shown(report, top, name, text):
 
 
 def check_columns(report, name, text):
-    """Of paragraphs: tables and commands are not broken."""
+    """Of paragraphs: tables, blocks and code between words are not broken."""
     code = False
     for number, line in enumerate(text.split('\n'), 1):
         code ^= line.lstrip().startswith('```')
         if len(line) > COLUMNS and not code and not line.startswith('|'):
             report(name, number, f'{len(line)} columns, at most {COLUMNS}')
+        if not code and line.replace('```', '').count('`') % 2:
+            report(name, number, 'code that is broken over two lines')
 
 
 def check_comments(report, name, text):
