@@ -113,7 +113,7 @@ def parts():
         # it themselves. Some of the emulator's longest repeat in another order what others do.
         Part('gcc', ['-Doptimization=1'],
              full='compile unit bf16 fuzz property programs faults weights simt fake net links mutants bench',
-             ordinary='compile unit property programs faults simt fake net',
+             ordinary='compile unit property programs faults simt fake net torch',
              without='headers_cuda nccl_versions cudnn_plug faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '
                      'cuda_attn_masks_on_90'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',

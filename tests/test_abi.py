@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""test_abi.py LIBRARY TOP -- the C ABI (examples/abi) from Python: several ranks against plain loops in double precision
+"""test_abi.py LIBRARY TOP [MPIRUN] -- the C ABI (examples/abi) from Python: several ranks against plain loops in double precision
 
 Gradients are compared with the formula, and O and all gradients of every team and chunk with those of one rank: O and dQ
-have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that are threads. Nothing but
-Python's own library is used.
+have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that are threads, and tensors in
+which Q, K and V lie together those of separate ones. Nothing but Python's own library is used. With MPIRUN, and a library that
+has MPI, each rank is one of its processes.
 """
 
 import ctypes
@@ -12,11 +13,13 @@ import os
 import random
 import socket
 import struct
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
 from checks import check, end  # pylint: disable=wrong-import-position
 
 TOKENS, HEADS, KV, DIM = 13, 4, 2, 32
@@ -137,13 +140,224 @@ def same_in_processes(abi, library, layers, ranks=3):
         refused(abi, lambda: abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, rank=0, headers=fds, data=fds), 'no stream socket')
 
 
+# ---- rings, and tensors in which Q, K and V lie together ----
+
+RINGS = [{'ring': 2}, {'ring': 2, 'ranks': 2, 'layout': 1}, {'ring': 4, 'ring_inner': 2, 'ring_mode': 1, 'layout': 2},
+         {'ring': 2, 'ranks': 2, 'ring_mode': 2, 'layout': 1, 'chunk': 4}]
+
+
+def calls(library):
+    """The library, told what its calls take."""
+    lib = ctypes.CDLL(library)
+    p, i, n = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+    for name, result, given in (('open', p, [p, p, n]), ('open_sockets', p, [p, i, p, p, p, n]), ('open_mpi', p, [p, p, p, n]),
+                                ('open_nccl', p, [p, p, p, n]), ('open_nccl_id', p, [p, i, p, p, n]), ('nccl_id', i, [p, p, n]),
+                                ('rows', ctypes.c_int64, [p, i, p]), ('positions', i, [p, i, p]), ('stream', i, [p, i, p]),
+                                ('sync', i, [p, i]), ('qkv_fwd', i, [p, i, i] + 4 * [p]), ('qkv_bwd', i, [p, i, i] + 8 * [p]),
+                                ('fused_fwd', i, [p, i, i, p, p]), ('fused_bwd', i, [p, i, i] + 4 * [p]),
+                                ('sbh3d_fwd', i, [p, i, i, p, p, i, i]), ('sbh3d_bwd', i, [p, i, i] + 4 * [p] + [i, i]),
+                                ('drop', i, [p, i, i]), ('error', ctypes.c_char_p, [p, i]), ('close', i, [p])):
+        call = getattr(lib, 'upipe_abi_' + name)
+        call.restype, call.argtypes = result, given
+    return lib
+
+
+def described(abi, **more):
+    return abi.Desc(**{'tokens': TOKENS, 'heads': HEADS, 'kv_heads': KV, 'head_dim': DIM, 'causal': 1, 'layers': 2, **more})
+
+
+def opened(handle, why):
+    check(handle is not None, f'not open: {why.value.decode()}')
+    return handle
+
+
+def ask(lib, u, rank, status):
+    check(status == 0, f'rank {rank}: {lib.upipe_abi_error(u, rank).decode()}')
+
+
+def one_rank(lib, u, rank, layer):
+    """The rank's positions, and its rows of O, dQ, dK and dV: of separate tensors, then of fused ones, which have the same bits."""
+    positions = (ctypes.c_int64 * lib.upipe_abi_rows(u, rank, None))()
+    ask(lib, u, rank, lib.upipe_abi_positions(u, rank, positions))
+    widths = [HEADS * DIM, KV * DIM, KV * DIM, HEADS * DIM]
+    rows = [[t[at * w:(at + 1) * w] for at in positions] for t, w in zip(layer, widths)]
+    q, k, v, dout = [floats(sum(t, [])) for t in rows]
+    o, dq, dk, dv = [floats([math.nan] * len(t)) for t in (q, q, k, v)]
+    ask(lib, u, rank, lib.upipe_abi_qkv_fwd(u, rank, 0, o, q, k, v))
+    ask(lib, u, rank, lib.upipe_abi_qkv_bwd(u, rank, 0, dq, dk, dv, dout, o, q, k, v))
+    qkv = floats(sum((sum(three, []) for three in zip(*rows[:3])), []))
+    fused_o, dqkv = floats([math.nan] * len(o)), floats([math.nan] * len(qkv))
+    ask(lib, u, rank, lib.upipe_abi_fused_fwd(u, rank, 1, fused_o, qkv))
+    ask(lib, u, rank, lib.upipe_abi_fused_bwd(u, rank, 1, dqkv, dout, fused_o, qkv))
+    ask(lib, u, rank, lib.upipe_abi_sync(u, rank))
+    apart = [[t[i * w:(i + 1) * w] for i in range(len(positions))] for t, w in zip((dq, dk, dv), widths)]
+    check(list(fused_o) == list(o) and list(dqkv) == sum((sum(three, []) for three in zip(*apart)), []),
+          f'rank {rank}: fused tensors have other bits')
+    return list(positions), [list(t) for t in (o, dq, dk, dv)]
+
+
+def held_to(want, positions, got, what):
+    """A rank's rows of O and gradients."""
+    for name, w, t, width in zip(('o', 'dq', 'dk', 'dv'), want, got, (HEADS * DIM, HEADS * DIM, KV * DIM, KV * DIM)):
+        off = max(abs(t[i * width + c] - w[at * width + c]) for i, at in enumerate(positions) for c in range(width))
+        check(off < 5e-6, f'{what}: {name} is off by {off:.3g}')
+
+
+def on_threads(ranks, body):
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def rings(abi, library, layer):
+    lib, why, want = calls(library), ctypes.create_string_buffer(256), oracle(*layer)
+    for more in RINGS:
+        desc = described(abi, **more)
+        u, got = opened(lib.upipe_abi_open(ctypes.byref(desc), why, len(why)), why), {}
+
+        def body(rank, u=u, got=got):
+            got[rank] = one_rank(lib, u, rank, layer)
+
+        ranks = more['ring'] * more.get('ranks', 1)
+        on_threads(ranks, body)
+        for rank in range(ranks):
+            held_to(want, *got[rank], f'{more}, rank {rank}')
+        check(sorted(sum((positions for positions, _ in got.values()), [])) == list(range(TOKENS)), f'{more}: positions {got}')
+        check(lib.upipe_abi_close(u) == 0, 'close')
+    for more, words in (({'ring': -1}, b'a ring of -1'), ({'ring': 513}, b'a ring of 513'), ({'ring': 2, 'layout': 7}, b'layout'),
+                        ({'ring': 2, 'ring_mode': 9}, b'mode'), ({'ring': 4, 'ring_inner': 3}, b'inner'), ({'ring': 8}, b'13')):
+        check(lib.upipe_abi_open(ctypes.byref(described(abi, **{'layout': 1, **more})), why, len(why)) is None and words in why.value,
+              f'{more}: {why.value}')
+    over_sockets(abi, lib, layer, want)
+
+
+def over_sockets(abi, lib, layer, want):
+    """A team and a ring of two, each rank a process."""
+    ranks, why = 4, ctypes.create_string_buffer(256)
+    ends = {}
+    for r in range(ranks):
+        for p in range(r):
+            for which in range(2):
+                ends[r, p, which], ends[p, r, which] = socket.socketpair()
+    desc = described(abi, **RINGS[1])
+
+    def body(rank):
+        fds = [(ctypes.c_int * ranks)(*[ends[rank, p, which].fileno() if p != rank else -1 for p in range(ranks)])
+               for which in range(2)]
+        for at, end_of in ends.items():
+            if at[0] != rank:
+                end_of.close()
+        u = opened(lib.upipe_abi_open_sockets(ctypes.byref(desc), rank, *fds, why, len(why)), why)
+        held_to(want, *one_rank(lib, u, rank, layer), f'sockets, rank {rank}')
+        return lib.upipe_abi_close(u) == 0 and end('abi') == 0
+
+    pids = [in_process(lambda rank=rank: body(rank)) for rank in range(ranks)]
+    check([os.waitpid(pid, 0)[1] for pid in pids] == [0] * ranks, 'a ring of processes')
+    for end_of in ends.values():
+        end_of.close()
+
+
+def sbh3d(abi, library, layer):
+    """[T][B][H][3][d], sequence by sequence, has the bits of separate tensors."""
+    lib, why, batch = calls(library), ctypes.create_string_buffer(256), 2
+    q, dout = layer[0], layer[3]
+    k, v = q[1:] + q[:1], q[2:] + q[:2]
+    u = opened(lib.upipe_abi_open(ctypes.byref(described(abi, kv_heads=HEADS, layers=3)), why, len(why)), why)
+    qkv = [math.nan] * (TOKENS * batch * HEADS * 3 * DIM)
+    o, d = floats([math.nan] * (TOKENS * batch * HEADS * DIM)), [math.nan] * (TOKENS * batch * HEADS * DIM)
+    for t in range(TOKENS):
+        for b in range(batch):
+            for h in range(HEADS):
+                to, of = ((t * batch + b) * HEADS + h) * DIM, (t * HEADS + h) * DIM
+                d[to:to + DIM] = [x * (b + 1) for x in dout[of:of + DIM]]
+                for n, x in enumerate((q, k, v)):
+                    qkv[3 * to + n * DIM:3 * to + (n + 1) * DIM] = [y * (b + 1) for y in x[of:of + DIM]]
+    qkv, d, dqkv = floats(qkv), floats(d), floats([math.nan] * len(qkv))
+    for b in range(batch):
+        ask(lib, u, 0, lib.upipe_abi_sbh3d_fwd(u, 0, b, o, qkv, batch, b))
+    for b in range(batch):
+        ask(lib, u, 0, lib.upipe_abi_sbh3d_bwd(u, 0, b, dqkv, d, o, qkv, batch, b))
+        one = [floats([x * (b + 1) for x in t]) for t in (q, k, v, dout)]
+        out = [floats([math.nan] * len(q)) for _ in range(4)]
+        ask(lib, u, 0, lib.upipe_abi_qkv_fwd(u, 0, 2, out[0], *one[:3]))
+        ask(lib, u, 0, lib.upipe_abi_qkv_bwd(u, 0, 2, *out[1:], one[3], out[0], *one[:3]))
+        same = True
+        for t in range(TOKENS):
+            for h in range(HEADS):
+                to, of = ((t * batch + b) * HEADS + h) * DIM, (t * HEADS + h) * DIM
+                same &= o[to:to + DIM] == out[0][of:of + DIM]
+                same &= all(dqkv[3 * to + n * DIM:3 * to + (n + 1) * DIM] == out[1 + n][of:of + DIM] for n in range(3))
+        check(same, f'sequence {b} of [T][B][H][3][d] has other bits')
+    check(lib.upipe_abi_sbh3d_fwd(u, 0, 0, o, qkv, batch, 2) != 0 and b'sequence 2 of 2' in lib.upipe_abi_error(u, 0), 'sequence 2')
+    lib.upipe_abi_close(u)
+    for more, words in ({'batch': 2, 'kv_heads': HEADS}, b'batch 2, not 1'), ({}, b'as many heads'):
+        u = opened(lib.upipe_abi_open(ctypes.byref(described(abi, **more)), why, len(why)), why)
+        check(lib.upipe_abi_sbh3d_fwd(u, 0, 0, o, qkv, 2, 0) != 0 and words in lib.upipe_abi_error(u, 0), lib.upipe_abi_error(u, 0))
+        lib.upipe_abi_close(u)
+
+
+def misplaced(abi, library):
+    """Calls on another thread, in a forked process, on a stream; and what this library was built without."""
+    lib, why = calls(library), ctypes.create_string_buffer(256)
+    desc = abi.Desc(tokens=8, ranks=2, heads=4, head_dim=32)
+    u = opened(lib.upipe_abi_open(ctypes.byref(desc), why, len(why)), why)
+    tensors = [floats([0.5] * 4 * 4 * 32) for _ in range(4)]
+    waiting = threading.Thread(target=lambda: ask(lib, u, 0, lib.upipe_abi_qkv_fwd(u, 0, 0, *tensors)))
+    waiting.start()
+    until = time.monotonic() + 30
+    while lib.upipe_abi_drop(u, 0, 0) == 0 or b'another thread' not in lib.upipe_abi_error(u, 0):
+        check(time.monotonic() < until, 'a rank is in a call of two threads')
+    check(lib.upipe_abi_close(u) != 0, 'a handle is closed under a call')
+    ask(lib, u, 1, lib.upipe_abi_qkv_fwd(u, 1, 0, *[floats([0.5] * 4 * 4 * 32) for _ in range(4)]))
+    waiting.join()
+    ask(lib, u, 0, lib.upipe_abi_drop(u, 0, 0))
+    check(lib.upipe_abi_positions(u, 2, None) != 0 and lib.upipe_abi_positions(u, 0, None) != 0, 'positions of nobody, for nobody')
+    forked = in_process(lambda: lib.upipe_abi_close(u) != 0 and b'forked' in lib.upipe_abi_error(u, 0))
+    check(os.waitpid(forked, 0)[1] == 0, 'a handle is closed behind a fork')
+    check(lib.upipe_abi_fused_fwd(u, 0, 0, tensors[0], None) != 0 and b'a tensor is NULL' in lib.upipe_abi_error(u, 0), 'no tensor')
+    check(lib.upipe_abi_close(u) == 0, 'the close')
+    u = opened(lib.upipe_abi_open(ctypes.byref(desc), why, len(why)), why)
+    ask(lib, u, 0, lib.upipe_abi_stream(u, 0, None))
+    check(lib.upipe_abi_stream(u, 0, 1) != 0 and b'computes on the CPU' in lib.upipe_abi_error(u, 0), 'a stream on the CPU')
+    lib.upipe_abi_close(u)
+    at = ctypes.byref(desc)
+    for call, words in ((lambda: lib.upipe_abi_open_mpi(at, None, why, len(why)), b'without MPI'),
+                        (lambda: lib.upipe_abi_open_nccl(at, 1, why, len(why)), b'without NCCL'),
+                        (lambda: lib.upipe_abi_open_nccl_id(at, 0, why, why, len(why)), b'without NCCL'),
+                        (lambda: lib.upipe_abi_open_nccl_id(at, 0, None, why, len(why)), b'id, is NULL')):
+        check(call() is None and words in why.value, why.value)
+    check(lib.upipe_abi_nccl_id(why, why, len(why)) != 0 and b'without NCCL' in why.value, why.value)
+
+
+def by_mpi(abi, library, layer):
+    """This process is one of MPI's; its sentences go to the launcher."""
+    lib, why, want = calls(library), ctypes.create_string_buffer(256), oracle(*layer)
+    check(lib.upipe_abi_open_mpi(ctypes.byref(described(abi)), None, why, len(why)) is None and b'not running' in why.value, why.value)
+    check(lib.MPI_Init(None, None) == 0, 'MPI does not start')
+    for more in {'ranks': 4}, *RINGS[1:]:
+        u = opened(lib.upipe_abi_open_mpi(ctypes.byref(described(abi, **more)), None, why, len(why)), why)
+        mine = [rank for rank in range(4) if lib.upipe_abi_rows(u, rank, None) > 0]
+        check(len(mine) == 1, f'ranks {mine} are here')
+        held_to(want, *one_rank(lib, u, mine[0], layer), f'MPI, {more}, rank {mine[0]}')
+        check(lib.upipe_abi_close(u) == 0, 'close')
+    check(lib.upipe_abi_open_mpi(ctypes.byref(described(abi, ranks=3)), None, why, len(why)) is None and
+          b'4 ranks, and a description of 3' in why.value, why.value)
+    lib.MPI_Finalize()
+
+
+# ---- what a caller may ask, and what is refused ----
+
+
 def asked(abi, library):
     """What a caller may ask: the version, what there is, what a handle needs; and what is refused."""
     u = abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, layers=3)
     lib, why = u.lib, ctypes.create_string_buffer(256)
     check(lib.upipe_abi_version() >= 100, f'version {lib.upipe_abi_version()}')
-    for name in 'cpu', 'f32', 'bf16', 'window', 'softcap', 'cu_seqlens', 'threads', 'sockets':
+    for name in 'cpu f32 bf16 window softcap cu_seqlens threads sockets ring zigzag striped fused sbh3d'.split():
         check(lib.upipe_abi_can(name.encode()) == 1, name)
+    check(not any(lib.upipe_abi_can(name) for name in (b'cuda', b'nccl', b'mpi')), 'it has what it was built without')
     check(lib.upipe_abi_can(b'teleport') == 0 and lib.upipe_abi_can(None) == 0, 'it has what there is not')
     for rank in range(2):
         check(lib.upipe_abi_need(ctypes.byref(u.desc), rank, why, len(why)) == u.bytes(rank), f'what rank {rank} needs: {why.value}')
@@ -172,6 +386,30 @@ def asked(abi, library):
 
     check(os.waitpid(in_process(forked), 0)[1] == 0, 'a handle is used behind a fork')
     u.qkv_fwd(0, t, t, t, t)
+    u.close()
+
+
+def kept_elsewhere(abi, library, layer):
+    """What a forward leaves waits in the caller's memory: the same bits, twice, and another forward has its layer meanwhile."""
+    q, k, v, dout = (floats(t) for t in layer)
+    want = run(abi, library, 1, 0, [layer])[0]
+    u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM, causal=1)
+    out = [floats([math.nan] * len(t)) for t in (q, q, k, v)]
+    saved, none = (ctypes.c_char * u.saved_bytes[0])(), floats([0.0] * len(q))
+    u.qkv_fwd(0, out[0], q, k, v)
+    u.save(0, saved)
+    u.qkv_fwd(0, none, none, none, none)
+    u.drop(0)
+    for _ in range(2):
+        out[1:] = (floats([math.nan] * len(t)) for t in out[1:])
+        u.restore(0, saved)
+        u.qkv_bwd(0, *out[1:], dout, out[0], q, k, v)
+        check([list(t) for t in out] == want, 'a forward that waited elsewhere has other bits')
+    refused(abi, lambda: u.save(0, saved), 'nothing to save')
+    u.close()
+    u = abi.Attention(library, tokens=TOKENS, heads=HEADS, head_dim=DIM)
+    u.qkv_fwd(0, none, none, none, none)
+    refused(abi, lambda: u.restore(0, saved), 'is before its backward')
     u.close()
 
 
@@ -214,7 +452,10 @@ def misused(abi, library):
         t = floats([0.0] * 8 * 4 * 32)
         check(lib.upipe_abi_rows(handle, rank, ctypes.byref(first)) == -1, f'rows of {handle}, rank {rank}')
         check(lib.upipe_abi_bytes(handle, rank) == -1, f'bytes of {handle}, rank {rank}')
+        check(lib.upipe_abi_saved_bytes(handle, rank) == -1, f'saved bytes of {handle}, rank {rank}')
         check(lib.upipe_abi_drop(handle, rank, 0) != 0, f'drop of {handle}, rank {rank}')
+        check(lib.upipe_abi_save(handle, rank, 0, t) != 0, f'save of {handle}, rank {rank}')
+        check(lib.upipe_abi_restore(handle, rank, 0, t) != 0, f'restore of {handle}, rank {rank}')
         check(lib.upipe_abi_qkv_fwd(handle, rank, 0, t, t, t, t) != 0, f'forward of {handle}, rank {rank}')
         check(lib.upipe_abi_qkv_bwd(handle, rank, 0, t, t, t, t, t, t, t, t) != 0, f'backward of {handle}, rank {rank}')
         check(lib.upipe_abi_abort(handle, rank, None) != 0, f'abort of {handle}, rank {rank}')
@@ -256,6 +497,18 @@ def misused(abi, library):
     again.close()
 
 
+def in_mpi(abi, library, layer):
+    """Starts this script once more, by the launcher; there its last word is that it is a rank."""
+    from run_mpi import launcher  # pylint: disable=import-outside-toplevel
+    if sys.argv[3] == 'rank':
+        by_mpi(abi, library, layer)
+        return end('abi')
+    done = subprocess.run([*launcher(sys.argv[3]), '-np', '4', sys.executable, os.path.abspath(__file__), *sys.argv[1:3], 'rank'],
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False)
+    check(done.returncode == 0 and done.stdout.count('0 failed') == 4, done.stdout)
+    return end('abi')
+
+
 def main():
     library = os.path.abspath(sys.argv[1])
     sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
@@ -263,6 +516,8 @@ def main():
     draw = random.Random(1)
     sizes = [TOKENS * HEADS * DIM, TOKENS * KV * DIM, TOKENS * KV * DIM, TOKENS * HEADS * DIM]
     layers = [[list(floats([draw.gauss(0, 1) for _ in range(n)])) for n in sizes] for _ in range(2)]
+    if len(sys.argv) > 3:
+        return in_mpi(abi, library, layers[0])
     names = ['o', 'dq', 'dk', 'dv']
     want = [oracle(*layer) for layer in layers]
     one = None
@@ -305,7 +560,11 @@ def main():
     misused(abi, library)
     asked(abi, library)
     masked(abi, library, layers[0])
+    kept_elsewhere(abi, library, layers[0])
     same_in_processes(abi, library, layers)
+    rings(abi, library, layers[0])
+    sbh3d(abi, library, layers[0])
+    misplaced(abi, library)
 
     def one_leaves(rank):
         if rank == 1:

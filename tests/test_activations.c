@@ -1,6 +1,6 @@
 /* test_activations -- what the trainer keeps for its backward: exact bytes at Llama3-8B's shape, and for random models,
  * methods, settings and stages of ZeRO the planned bytes on every rank and the bits that keeping every input in the rank's
- * pool gives, with ZeRO 1 and no weights gathered ahead; a rank that fails while others gather ahead
+ * pool gives, with ZeRO 1, no weights gathered ahead and the optimizer's states there; a rank that fails while others gather ahead
  *
  * Draws as lib/test.h has them; a failing one prints the line that replays it.
  */
@@ -162,6 +162,44 @@ static void test_far(void)
     llama_layout_free(&layout);
 }
 
+/* By plan: one and two GPUs of 80 GiB, of which 5 are left free, train Llama3-8B in full on 1M and 4M tokens without
+ * segments, within 1.5 TiB of the host's memory, where they would hold twice what there is without --offload-optimizer. */
+static void test_few(void)
+{
+    static const struct {
+        int64_t tokens;
+        int ranks;
+        size_t slab[3], host[3]; /* with nothing, the optimizer, and weights too in the second pool */
+    } rows[] = {{1, 1, {177024925952, 48545005824, 32485015808}, {274877906944, 403357827072, 419417817088}},
+                {4, 2, {140749619456, 76509659392, 68479664384}, {549755813888, 613995773952, 622025768960}}};
+    const double gib = 1 << 30;
+    llama_layout layout;
+    upipe_ops ops;
+    upipe_err e;
+    upipe_cuda_plan_ops(&ops);
+    CHECK(llama_layout_init(&layout, &llama) == 0);
+    for (int i = 0; i < 2; ++i)
+        for (int offload = 0; offload < 3; ++offload) {
+            upipe_plan_desc d = {.ranks = rows[i].ranks, .ring = 1, .dtype = UPIPE_BF16};
+            memory_plan plan;
+            model m;
+            d.tokens = rows[i].tokens << 20;
+            CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
+            m.zero = 3;
+            m.activations = kept_of(ACTIVATIONS_OFFLOAD, 0, 0);
+            m.offload_optimizer = offload > 0;
+            m.offload_weights = offload > 1;
+            CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+#ifndef UPI_MEM_ASAN
+            CHECK_INT(plan.need, rows[i].slab[offload]);
+            CHECK_INT(plan.host_need, rows[i].host[offload]);
+#endif
+            CHECK(((double)plan.need <= 75 * gib) == (offload > 0));
+            CHECK(rows[i].ranks * (double)plan.host_need <= 1536 * gib);
+        }
+    llama_layout_free(&layout);
+}
+
 /* 28/4 heads on 8 ranks: some ranks have four heads, and hold more than rank 0. */
 static void test_largest(void)
 {
@@ -267,6 +305,80 @@ static void test_moved(void)
     llama_layout_free(&layout);
 }
 
+/* ---- states in the second pool ---- */
+
+enum { LATE_MAX = 8, TILED = 2 * OFFLOAD_TILE + 17 };
+
+static struct {
+    void *dst;
+    const void *src;
+    size_t bytes;
+} late[LATE_MAX];
+static int late_n;
+
+/* A device's copies that run as late as they may: when the host waits for them. */
+static upipe_status late_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
+{
+    (void)c;
+    if (!CHECK(late_n < LATE_MAX)) exit(1);
+    late[late_n].dst = dst;
+    late[late_n].src = src;
+    late[late_n++].bytes = bytes;
+    return UPIPE_OK;
+}
+
+static upipe_status late_sync(upipe_ctx *c)
+{
+    (void)c;
+    for (int i = 0; i < late_n; ++i) memcpy(late[i].dst, late[i].src, late[i].bytes);
+    late_n = 0;
+    return UPIPE_OK;
+}
+
+/* Three tiles of an update: what adamw gives at once, from and to either pool, with copies that run at once and late. */
+static void test_tiles(void)
+{
+    enum { W, M, V, G, ARRAYS };
+    const upipe_ops cpu = cpu_table();
+    float *start[ARRAYS], *at[ARRAYS], *want[ARRAYS];
+    uint16_t *copy = (uint16_t *)zeroed(TILED * 2), *want_copy = (uint16_t *)zeroed(TILED * 2);
+    test_rng rng = {.state = 5};
+    for (int i = 0; i < ARRAYS; ++i) {
+        start[i] = floats(TILED), at[i] = floats(TILED), want[i] = floats(TILED);
+        for (int64_t k = 0; k < TILED; ++k)
+            start[i][k] = (float)(test_below(&rng, 2001) - 1000 * (i != V)) / 1000;
+    }
+    for (int way = 0; way < 16; ++way) {
+        const int half = way & 1, weights_here = way >> 1 & 1, grads_here = way >> 2 & 1;
+        upipe_adamw a = {
+            .n = TILED, .step = 3, .rate = 1e-2, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .decay = 0.1};
+        upipe_ops ops = cpu;
+        upipe_mem host;
+        upipe_ctx c = {.ops = &cpu};
+        activations kept = {.second = &host};
+        a.grad_scale = 0.5;
+        a.copy_dtype = UPIPE_BF16;
+        for (int i = 0; i < ARRAYS; ++i)
+            memcpy(want[i], start[i], TILED * 4), memcpy(at[i], start[i], TILED * 4);
+        a.w = want[W], a.m = want[M], a.v = want[V], a.g = want[G], a.copy = half ? want_copy : NULL;
+        CHECK_STATUS(cpu.adamw(&c, &a), UPIPE_OK, c.err);
+        if (way & 8) ops.copy = late_copy, ops.sync = late_sync;
+        c.ops = &ops;
+        pool_begin(&host, 4 * OFFLOAD_TILE * sizeof(float), 2);
+        a.w = at[W], a.m = at[M], a.v = at[V], a.g = at[G], a.copy = half ? copy : NULL;
+        CHECK_STATUS(offload_update(&c, &kept, &cpu, &a, weights_here, grads_here), UPIPE_OK, c.err);
+        CHECK(late_n == 0 && host.live == 0);
+        CHECK_INT(kept.moved, (int64_t)TILED * (weights_here * (half ? 2 : 8) + 4 * grads_here));
+        CHECK_INT(host.peak,
+                  (size_t)OFFLOAD_TILE * 2 * (size_t)(weights_here * (half ? 2 : 4) + 4 * grads_here));
+        for (int i = 0; i < G; ++i)
+            CHECK_SAY(memcmp(at[i], want[i], TILED * 4) == 0, "way %d: array %d differs", way, i);
+        CHECK_SAY(!half || memcmp(copy, want_copy, TILED * 2) == 0, "way %d: rounded weights differ", way);
+        upipe_mem_destroy(&host, NULL);
+    }
+    buffers_free(0);
+}
+
 /* ---- random models ---- */
 
 enum { RANKS_MAX = 4, STEPS = 2 };
@@ -276,11 +388,17 @@ typedef struct drawn {
     upipe_plan_desc desc;
     int segments;
     activations_setting kept;
-    int zero, prefetch;
+    int zero, prefetch, offload_optimizer, offload_weights, replicas;
+    int64_t accumulate;
     upipe_dtype reduce;
     int small; /* 1 + the rank whose pool is too small; 0: none */
     float *weights;
 } drawn;
+
+static int drawn_ranks(const drawn *d)
+{
+    return d->desc.ranks * d->desc.ring * d->replicas;
+}
 
 /* One training of a draw. */
 typedef struct life {
@@ -289,6 +407,7 @@ typedef struct life {
     upipe_threads side_world;
     upipe_ops ops;
     trainer_result result[STEPS]; /* rank 0's */
+    float *after[3];              /* weights of either type, and moments */
     upipe_status statuses[RANKS_MAX];
     model m[RANKS_MAX];
     memory_plan plan[RANKS_MAX];
@@ -296,13 +415,14 @@ typedef struct life {
 
 static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upipe_mem *host)
 {
-    enum { ROWS_MAX = 1024 };
+    enum { IDS_MAX = 2048 };
     const drawn *d = w->d;
     const llama_layout *l = &d->layout;
     upipe_ctx *c = t->r.c;
     const int rank = model_world_rank(&t->m);
+    const int64_t n = t->m.rows * t->m.accumulate;
     const upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
-    int32_t ids[ROWS_MAX];
+    int32_t ids[IDS_MAX];
     test_rng rng;
     UPIPE_TRY(trainer_alloc(t));
     for (int unit = 0; unit < z->units; ++unit) {
@@ -318,13 +438,14 @@ static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upi
     for (int64_t i = 0; i < l->vectors; ++i) ((float *)t->state.zero[LLAMA_VECTORS].weights)[i] = 1;
     for (int step = 0; step < STEPS; ++step) {
         const trainer_rates rates = {step + 1, 1e-2, 0.9, 0.95, 1e-8, 0.1, 1};
-        const int64_t moved = t->r.kept.moved;
-        const trainer_batch batch = {.inputs = ids, .targets = ids, .valid = t->m.rows};
+        const int64_t moved = trainer_moved(t), sent = trainer_sent(t);
+        const trainer_batch batch = {.inputs = ids, .targets = ids, .valid = n};
         trainer_result result;
         rng.state = (uint64_t)(rank + 1 + 100 * step);
-        for (int64_t i = 0; i < t->m.rows; ++i) ids[i] = test_below(&rng, (int)l->config.vocab);
+        for (int64_t i = 0; i < n; ++i) ids[i] = test_below(&rng, (int)l->config.vocab);
         UPIPE_TRY(trainer_step(t, &batch, &rates, &result));
-        CHECK_INT(t->r.kept.moved - moved, plan->moved);
+        CHECK_INT(trainer_moved(t) - moved, plan->moved);
+        if (step == 0) CHECK_INT(trainer_sent(t) - sent, plan->sent);
         if (step == 0) CHECK_INT(c->mem->events_lost, plan->events_max);
         if (rank == 0) w->result[step] = result;
     }
@@ -334,6 +455,15 @@ static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upi
                   c->mem->phase_peak[phase], plan->phase[phase]);
     CHECK_INT(c->mem->peak, plan->peak);
     CHECK_INT(host->peak, plan->host);
+    for (int unit = 0; unit < z->units; ++unit) {
+        const upipe_zero_part p = upipe_zero_slice(z, unit);
+        const int64_t at = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit).at +
+                           (upipe_zero_sharded(z, UPIPE_ZERO_STATES) ? 0 : p.first - z->first[unit]);
+        memcpy(w->after[0] + p.first, upipe_zero_owned(z, UPIPE_ZERO_WEIGHTS, unit),
+               (size_t)p.n * upipe_dtype_bytes(z->dtype));
+        memcpy(w->after[1] + p.first, t->state.m[LLAMA_WEIGHTS] + at, (size_t)p.n * 4);
+        memcpy(w->after[2] + p.first, t->state.v[LLAMA_WEIGHTS] + at, (size_t)p.n * 4);
+    }
     return trainer_free_block(t);
 }
 
@@ -351,14 +481,18 @@ static upipe_status life_main(void *user, int rank)
     upipe_status s;
     upipe_ctx c = {0};
     grid_use(&w->net, rank, &c);
-    desc.rank = rank % desc.ranks;
-    desc.ring_rank = rank / desc.ranks;
+    method_place(&desc, rank % (desc.ranks * desc.ring));
     UPIPE_TRY(model_init(&m, &w->d->layout, &desc, &c.err));
     UPIPE_TRY(model_cut(&m, w->d->segments, &c.err));
     m.activations = w->d->kept;
     m.zero = w->d->zero;
     m.prefetch = w->d->prefetch;
     m.reduce = w->d->reduce;
+    m.offload_optimizer = w->d->offload_optimizer;
+    m.offload_weights = w->d->offload_weights;
+    m.accumulate = w->d->accumulate;
+    m.replicas = w->d->replicas;
+    m.replica = rank / (desc.ranks * desc.ring);
     UPIPE_TRY(memory_plan_make(&plan, &m, &w->ops, NULL, NULL, &c.err));
     w->m[rank] = m;
     w->plan[rank] = plan;
@@ -411,10 +545,12 @@ static int life_same(const life *w, int ranks)
 static void life_run(life *w, const drawn *d)
 {
     upipe_err e;
-    const int mark = buffers_n;
+    int mark;
     *w = (life){.d = d, .ops = cpu_table()};
-    CHECK_STATUS(grid_init(&w->net, d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_threads_init(&w->side_world, d->desc.ranks * d->desc.ring, 60, &e), UPIPE_OK, e);
+    for (int i = 0; i < 3; ++i) w->after[i] = floats(d->layout.weights);
+    mark = buffers_n;
+    CHECK_STATUS(grid_init(&w->net, drawn_ranks(d), d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_init(&w->side_world, drawn_ranks(d), 60, &e), UPIPE_OK, e);
     CHECK((grid_run(&w->net, life_main, w, w->statuses) == UPIPE_OK) == (d->small == 0));
     grid_free(&w->net);
     upipe_threads_free(&w->side_world);
@@ -457,6 +593,10 @@ static void draw(test_rng *rng, drawn *d)
     d->zero = test_below(rng, UPIPE_ZERO_STAGES);
     d->prefetch = d->zero == 3 && test_below(rng, 2);
     d->reduce = test_below(rng, 4) == 0 ? UPIPE_BF16 : UPIPE_F32;
+    d->offload_optimizer = test_below(rng, 2);
+    d->offload_weights = d->zero == 3 && d->offload_optimizer && test_below(rng, 2);
+    d->accumulate = test_below(rng, 3) == 0 ? 2 + test_below(rng, 2) : 1;
+    d->replicas = d->desc.ranks * d->desc.ring <= RANKS_MAX / 2 ? 1 + test_below(rng, 2) : 1;
     CHECK(llama_layout_init(&d->layout, &c) == 0);
     d->weights = floats(d->layout.weights);
     for (int64_t i = 0; i < d->layout.weights; ++i) d->weights[i] = (float)(0.1 * test_normal(rng));
@@ -473,12 +613,12 @@ static void test_small_pool(void)
     int small, draws;
     for (draws = small = 0, rng.state = 7; small < 3; ++draws) {
         draw(&rng, &d);
-        if (d.prefetch && d.desc.ranks * d.desc.ring > 1) {
+        if (d.prefetch && drawn_ranks(&d) > 1) {
             d.small = 1 + small++ % 2;
             start = upipe_net_now();
             life_run(&w, &d);
             CHECK_INT(w.statuses[d.small - 1], UPIPE_ERR_MEMORY);
-            for (int r = 0; r < d.desc.ranks * d.desc.ring; ++r)
+            for (int r = 0; r < drawn_ranks(&d); ++r)
                 CHECK(r == d.small - 1 || w.statuses[r] == UPIPE_ERR_ABORTED);
             CHECK(upipe_net_now() - start < INT64_C(30000000000));
         }
@@ -529,6 +669,7 @@ static void test_rings(void)
             s.layout = &layout;
             s.how.method = METHOD_RING;
             s.how.ranks = s.how.ring = ranks;
+            s.replicas = 1;
             s.tokens = 64 * (int64_t)ranks;
             s.batch = 1000000;
             s.dtype = UPIPE_BF16;
@@ -558,9 +699,11 @@ int main(void)
     long kinds[ACTIVATIONS_KINDS] = {0}, same = 0;
     TEST(test_slopes());
     TEST(test_far());
+    TEST(test_few());
     TEST(test_largest());
     TEST(test_transfers());
     TEST(test_moved());
+    TEST(test_tiles());
     TEST(test_small_pool());
     TEST(test_rings());
     draws.least /= 8; /* each is a training of several ranks */
@@ -573,27 +716,31 @@ int main(void)
         draw(&rng, &d);
         plain = d;
         plain.kept = kept_of(ACTIVATIONS_AC, 0, 0);
-        plain.zero = 1;
-        plain.prefetch = 0;
+        plain.zero = d.accumulate > 1 && d.zero > 1 ? 2 : 1; /* whose sums have one order */
+        plain.prefetch = plain.offload_optimizer = plain.offload_weights = 0;
         life_run(&one, &plain);
         life_run(&other, &d);
-        same += life_same(&other, d.desc.ranks * d.desc.ring);
+        same += life_same(&other, drawn_ranks(&d));
         for (int i = 0; i < STEPS; ++i)
             CHECK_SAY(one.result[i].loss == other.result[i].loss &&
                           one.result[i].norm == other.result[i].norm,
                       "step %d: loss %.17g, norm %.17g, not %.17g, %.17g", i, other.result[i].loss,
                       other.result[i].norm, one.result[i].loss, one.result[i].norm);
+        for (int i = 0; i < 3; ++i)
+            CHECK_SAY(memcmp(one.after[i], other.after[i], (size_t)d.layout.weights * 4) == 0,
+                      "other %s after the last step", i == 0 ? "weights" : "moments");
         CHECK(one.result[0].finite && one.result[1].loss != one.result[0].loss);
         ++kinds[d.kept.kind];
         if (test_failures != failures)
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
-                "%s:%lld grad %d, ZeRO %d, prefetch %d, sums of %s)\n",
+                "%s:%lld grad %d, ZeRO %d, prefetch %d, offloaded: optimizer %d, weights %d, %lld micro-batches, %d replicas, sums of %s)\n",
                 seed, (long long)d.layout.config.layers, d.desc.ranks, d.desc.ring, d.segments,
                 d.layout.config.heads, d.layout.config.kv_heads, d.desc.chunk, (long long)d.desc.tokens,
                 upipe_dtype_name(d.desc.dtype), activations_names[d.kept.kind], (long long)d.kept.k,
-                d.kept.grad, d.zero, d.prefetch, upipe_dtype_name(d.reduce));
+                d.kept.grad, d.zero, d.prefetch, d.offload_optimizer, d.offload_weights,
+                (long long)d.accumulate, d.replicas, upipe_dtype_name(d.reduce));
         llama_layout_free(&d.layout);
         buffers_free(0);
     }

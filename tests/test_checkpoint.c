@@ -1452,6 +1452,8 @@ static void test_optimizers(void)
 #define PHI3        "\"model_type\":\"phi3\",\"pad_token_id\":null," NUMBERS
 #define GLM         "\"model_type\":\"glm\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
 #define GLM4        "\"model_type\":\"glm4\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
+#define GRANITE     "\"model_type\":\"granite\"," NUMBERS
+#define EXAONE4     "\"model_type\":\"exaone4\",\"num_key_value_heads\":2," NUMBERS
 #define FULL        "\"full_attention\""
 #define SLIDES      "\"sliding_attention\""
 #define ROPE(words) ",\"max_position_embeddings\":64,\"rope_scaling\":{" words "}"
@@ -1481,7 +1483,7 @@ static const struct {
     {"{" NUMBERS ",\"model_type\":3}", "model_type is not a string"},
     {"{" NUMBERS ",\"model_type\":\"gemma\"}",
      "model_type gemma ((none)) is not built; built are llama, mistral, qwen2, qwen3, ministral, cwm, "
-     "smollm3, seed_oss, ernie4_5, phi3, glm, glm4"},
+     "smollm3, seed_oss, ernie4_5, phi3, glm, glm4, granite, exaone4"},
     {"{" LLAMA ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
      "(LlamaForSequenceClassificati) is not"},
     {"{" LLAMA ",\"architectures\":[\"LlamaModel\"]}", "(LlamaModel) is not built"},
@@ -1580,6 +1582,20 @@ static const struct {
     {"{" GLM ",\"attention_bias\":false}", NULL},
     {"{" GLM4 "}", NULL},
     {"{" GLM4 ",\"partial_rotary_factor\":1,\"attention_bias\":false}", NULL},
+    {"{" GRANITE "}", NULL},
+    {"{" GRANITE
+     ",\"embedding_multiplier\":12,\"residual_multiplier\":0.22,\"attention_multiplier\":0.0078125,"
+     "\"logits_scaling\":16.0,\"attention_bias\":true}",
+     NULL},
+    {"{" GRANITE ",\"residual_multiplier\":0}", "residual_multiplier is 0, not in 1e-06 .. 1e+06"},
+    {"{" GRANITE ",\"logits_scaling\":null}", "logits_scaling is not a number"},
+    {"{" EXAONE4 ",\"sliding_window\":null,\"layer_types\":[" FULL "," FULL
+     "],\"sliding_window_pattern\":\"LLLG\"}",
+     NULL},
+    {"{" EXAONE4 ",\"layer_types\":[" FULL "," FULL "]}",
+     "no layer is sliding_attention, so that none has RoPE"},
+    {"{" EXAONE4 ",\"sliding_window_pattern\":\"LLLG\"}", "sliding_window_pattern is not an integer"},
+    {"{" EXAONE4 ",\"sliding_window_pattern\":0}", "sliding_window_pattern is 0"},
     /* RoPE */
     {"{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
     {"{" LLAMA ROPE("\"type\":\"linear\"") "}", "rope_scaling of the type linear has no factor"},
@@ -1755,6 +1771,10 @@ static void test_layers(void)
         {"{" MISTRAL ",\"head_dim\":16,\"sliding_window\":9,\"layer_types\":null}", "..", 9},
         {"{" CWM "}", "A.", 8192},
         {"{" CWM ",\"sliding_window\":9,\"layer_types\":[" SLIDES "," FULL "]}", ".A", 9},
+        {"{" EXAONE4 "}", "..", 4096},
+        {"{" EXAONE4 ",\"sliding_window\":9,\"sliding_window_pattern\":2}", ".B", 9},
+        {"{" EXAONE4 ",\"sliding_window\":9,\"layer_types\":[" FULL "," SLIDES "]}", "B.", 9},
+        {"{" EXAONE4 ",\"sliding_window\":null}", "..", 0},
         {"{" SMOLLM3 "}", "..", 0},
         {"{" SMOLLM3 ",\"no_rope_layer_interval\":2}", ".N", 0},
         {"{" SMOLLM3 ",\"no_rope_layers\":[0,1]}", "N.", 0},
@@ -1789,13 +1809,10 @@ static void test_keys(void)
     static const char *const files[LLAMA_FAMILIES] = {
         "{" LLAMA ",%s1}",     "{" MISTRAL ",%s1}", "{" QWEN2 ",%s1}",   "{" QWEN3 ",%s1}",
         "{" MINISTRAL ",%s1}", "{" CWM ",%s1}",     "{" SMOLLM3 ",%s1}", "{" SEED ",%s1}",
-        "{" ERNIE ",%s1}",     "{" PHI3 ",%s1}",    "{" GLM ",%s1}",     "{" GLM4 ",%s1}"};
-    static const char *const unknown[] = {"attn_logit_softcapping",
-                                          "embedding_multiplier",
-                                          "use_cach",
-                                          "num_experts",
-                                          "hidden_activation",
-                                          "clip_qkv"};
+        "{" ERNIE ",%s1}",     "{" PHI3 ",%s1}",    "{" GLM ",%s1}",     "{" GLM4 ",%s1}",
+        "{" GRANITE ",%s1}",   "{" EXAONE4 ",%s1}"};
+    static const char *const unknown[] = {"attn_logit_softcapping", "logit_scale", "use_cach", "num_experts",
+                                          "hidden_activation",      "clip_qkv"};
     char path[1200], text[1600], key[100], word[80];
     upipe_err err;
     llama_config c, plain;

@@ -102,6 +102,10 @@ def test_alone(_):
         got = run(f'{method}, evaluated', **{**flags, 'method': method, 'ranks': 4, 'eval': 'all.bin', 'lr': 0, 'min_lr': 0, 'steps': 1})
         near([got['eval'][0]['loss']], got['loss'], f'{method}: evaluation', 1e-6)
         equal(got['eval'][0]['targets'], sum(n - 1 for n in LENGTHS if n > 1), f'{method}: targets')
+    more = {**flags, 'tokens': 61, 'zero': 3, 'eval': 'all.bin'}
+    one, two = (run(f'{n} replicas', **{**more, 'ranks': 2 * n, 'replicas': n, 'accumulate': 6 // n, 'method': 'ring'}) for n in (1, 2))
+    near(two['loss'] + two['grad_norm'], one['loss'] + one['grad_norm'], 'packed, two replicas')
+    near([e['loss'] for e in two['eval']], [e['loss'] for e in one['eval']], 'packed, two replicas: evaluation')
     # the same documents by a token at their ends
     ids, at = list(IDS), 0
     for n in LENGTHS:
@@ -140,6 +144,17 @@ def test_mask(_):
     write('mask', b'\0' * 21 + b'\1' * 31 + b'\0' * 13)
     packed('one', IDS[21:52], [31])
     near(run('masked', loss_mask='mask', **flags)['loss'], run('alone', tokens_file='one.bin', tokens=30)['loss'], 'masked')
+    still = {'loss_mask': 'mask', 'eval': 'all.bin', 'lr': 0, 'min_lr': 0, **flags}
+    for more in {}, {'ranks': 4, 'replicas': 2}, {'ranks': 3, 'batch': 2}:
+        got = run('an evaluation is masked', **{**still, 'eval_mask': 'mask', **more})
+        equal(got['eval'][0]['targets'], 30, 'targets of a masked evaluation')
+        near([got['eval'][0]['loss']], got['loss'], 'a masked evaluation', 1e-6)
+    equal(run('an evaluation is not masked', **still)['eval'][0]['targets'], sum(n - 1 for n in LENGTHS if n > 1), 'targets that no mask hides')
+    write('short', b'\1' * 9)
+    refused([TRAIN, *words_of({**MODEL, **still, 'eval_mask': 'short'})], '.', 1, ['the loss mask short has 9 numbers'])
+    refused([TRAIN, *words_of({**MODEL, **flags, 'eval_mask': 'mask'})], '.', 2, ['--eval-mask wants --eval'])
+    write('own', read('mask'))
+    refused([TRAIN, *words_of({**MODEL, **still, 'eval_mask': 'own', 'json': 'own'})], '.', 1, ['replace the file of --eval-mask'])
 
 
 def test_resume(_):

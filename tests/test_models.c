@@ -87,9 +87,14 @@ static void print_row(FILE *f, const llama_family *one)
     fprintf(f, "| `%s` | %s | %s%s | %s%s |", one->type, one->architecture,
             llama_is_word(one->keys, "attention_out_bias") ? "q, k, v; o" : biases[one->bias],
             one->bias_always ? ", always" : "", windows[one->windows],
-            llama_is_word(one->keys, "no_rope_layers") ? "; layers without RoPE" : "");
-    fprintf(f, " %s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
-            one->norms != LLAMA_NORMS_PRE ? "norms of both halves' results; " : "",
+            llama_is_word(one->keys, "no_rope_layers") ? "; layers without RoPE"
+            : one->pattern > 0                         ? "; RoPE where there is one"
+                                                       : "");
+    fprintf(f, " %s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
+            one->norms == LLAMA_NORMS_RESULTS ? "norms of both halves' results alone; "
+            : one->norms != LLAMA_NORMS_PRE   ? "norms of both halves' results; "
+                                              : "",
+            llama_is_word(one->keys, "embedding_multiplier") ? "multipliers; " : "",
             one->interleaved ? "interleaved pairs; " : "", one->partial > 0 ? "a part of the head; " : "",
             one->ropes ? "default and longrope alone" : "all types of RoPE");
     fprintf(f, " %s%s |\n", one->fused & LLAMA_FUSED_QKV ? "`qkv_proj` " : "",
@@ -111,7 +116,9 @@ static void print_defaults(FILE *f, const llama_family *one)
         fputs("none | ", f);
     if (one->window > 0)
         fprintf(f, "%" PRId64 "%s |\n", one->window,
-                one->full_every ? ", every 4th layer from the first on all" : "");
+                one->full_every     ? ", every 4th layer from the first on all"
+                : one->pattern == 4 ? ", every 4th layer all"
+                                    : "");
     else
         fputs("none |\n", f);
 }

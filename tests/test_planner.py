@@ -150,7 +150,8 @@ def same_bytes():
               False),
              ({}, 2, 'f32', ['--method', 'fpdt', '--segments', '4', '--activations', 'blocks:2,grad'], True),
              ({}, 2, 'f32', ['--method', 'upipe-fpdt', '--activations', 'offload', '--overlap'], False),
-             ({}, 2, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '3'], True),
+             ({}, 2, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '3', '--offload-optimizer'], True),
+             ({}, 4, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '2', '--replicas', '2'], True),
              (uneven, 3, 'f32', ['--method', 'upipe', '--activations', 'offload'], True)]
     for number, (config, ranks, dtype, words, real) in enumerate(cases):
         words = [*words, '--dtype', dtype, '--tokens', '512', '--zero', number % 4]
@@ -176,12 +177,16 @@ def same_bytes():
 
 
 def accumulated():
-    """A step of K micro-batches takes K times as long, and from the second one on the memory stays."""
+    """A step of K micro-batches takes K times as long, and from the second one on the memory stays. Replicas take the
+    time of their ranks, and share states."""
     words = ['--model', model('accumulated'), '--tokens', '4k', '--zero', '3']
     one, two, four = (plan(*words, '--accumulate', k) for k in (1, 2, 4))
     check(abs(two['seconds_step'] / one['seconds_step'] - 2) < 0.02, f"{two['seconds_step']} s of 2, {one['seconds_step']} of 1")
     check(abs(four['tokens_per_s_per_gpu'] / one['tokens_per_s_per_gpu'] - 1) < 0.02, f"{four['tokens_per_s_per_gpu']} tokens/s")
     check(two['gpu_bytes'] == four['gpu_bytes'] >= one['gpu_bytes'], f"{[k['gpu_bytes'] for k in (one, two, four)]} bytes")
+    half, all_of = plan(*words, '--ranks', 4), plan(*words, '--replicas', 2)
+    check(all_of['gpu_bytes'] < half['gpu_bytes'], f"{all_of['gpu_bytes']} bytes of a replica, alone {half['gpu_bytes']}")
+    check(1 <= all_of['seconds_step'] / half['seconds_step'] < 1.1, f"{all_of['seconds_step']} s of replicas, alone {half['seconds_step']}")
 
 
 # ---- what people write, and what is refused ----
@@ -210,6 +215,10 @@ def refusals():
     small = ['--model', 'llama3-8b', '--tokens', '128k']
     refused('--accumulate would have no effect', *small, '--accumulate', '2', '--as', 'torchtitan')
     refused('--accumulate would have no effect', *small, '--accumulate', '2', '--documents', 'lognormal:2k,1.5,128k')
+    refused('--replicas would have no effect', *small, '--replicas', '2', '--as', 'torchtitan')
+    refused('--replicas would have no effect', *small, '--replicas', '2', '--documents', 'lognormal:2k,1.5,128k')
+    refused('--ranks 8 does not divide into --replicas 3', *small, '--replicas', '3')
+    refused('--ranks 8 does not divide into --replicas 3', *small, '--replicas', '3', '--best')
     paper_s = [*small, '--as', 'torchtitan']
     for sentence, *words in [
         ('neither a folder', '--model', 'llama9', '--tokens', '1M'), ('--tokens is missing', '--model', 'llama3-8b'),

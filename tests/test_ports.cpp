@@ -1,7 +1,14 @@
-/* test_ports.cpp -- examples/ports on the CPU: both interfaces, forward and backward, held to attention in f64
+/* test_ports.cpp -- examples/ports: both interfaces, forward and backward, held to attention in f64
  *
- * Each rank calls with its tokens of every sequence, as a trainer does. The truth is of the whole sequence.
+ * Each rank calls with its tokens of every sequence, as a trainer does. The truth is of the whole sequence. With UPIPE_WITH_CUDA
+ * ranks have a device and a stream each, of the fake CUDA, and meet over its NCCL; without, they are threads on the CPU.
  */
+#ifdef UPIPE_WITH_CUDA
+#include "fake/fake_pool.h"
+
+#include "../upipe/net/upipe_net_nccl_host.h"
+#include "../upipe/cuda/upipe_cuda_device.h"
+#endif
 #include "../upipe/net/upipe_net_threads_host.h"
 #include "../upipe/cpu/upipe_cpu.h"
 #include "../examples/ports/port.h"
@@ -12,9 +19,142 @@ extern "C" {
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <string>
 
 enum { T = 12, B = 2, HQ = 4, HKV = 2, D = 32, W = (HQ + 2 * HKV) * D, O = HQ * D, LAYERS = 2 };
+
+/* ---- where ranks compute: tensors of this rank, and the ranks themselves ---- */
+
+#ifdef UPIPE_WITH_CUDA
+
+extern "C" upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
+
+static void check_cuda(cudaError_t r)
+{
+    CHECK_SAY(r == cudaSuccess, "%s", cudaGetErrorString(r));
+}
+
+/* Numbers in the device's memory, put there and read on the rank's stream. */
+class tensor
+{
+  public:
+    explicit tensor(std::vector<float> with) : numbers(std::move(with))
+    {
+        check_cuda(cudaMalloc(&memory, bytes()));
+        check_cuda(cudaMemcpyAsync(memory, numbers.data(), bytes(), cudaMemcpyHostToDevice, stream));
+    }
+    tensor(const tensor &) = delete;
+    tensor &operator=(const tensor &) = delete;
+    ~tensor()
+    {
+        check_cuda(cudaFree(memory));
+    }
+    float *data()
+    {
+        return static_cast<float *>(memory);
+    }
+    const std::vector<float> &get()
+    {
+        check_cuda(cudaMemcpyAsync(numbers.data(), memory, bytes(), cudaMemcpyDeviceToHost, stream));
+        check_cuda(cudaStreamSynchronize(stream));
+        return numbers;
+    }
+    static thread_local cudaStream_t stream;
+
+  private:
+    std::size_t bytes() const
+    {
+        return numbers.size() * sizeof(float);
+    }
+    std::vector<float> numbers;
+    void *memory = nullptr;
+};
+thread_local cudaStream_t tensor::stream;
+
+struct devices {
+    const upipe_host_desc *desc;
+    upipe_status (*body)(void *user, upipe_host *h);
+    ncclUniqueId id;
+};
+
+static upipe_status device_rank(void *user, int rank)
+{
+    const auto *d = static_cast<const devices *>(user);
+    const auto h = std::make_unique<upipe_nccl_host>();
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t nccl = nullptr;
+    upipe_cuda cuda;
+    upipe_ops ops;
+    upipe_err err = {};
+    fake_rank(rank);
+    check_cuda(cudaSetDevice(rank));
+    check_cuda(cudaStreamCreateWithFlags(&tensor::stream, cudaStreamNonBlocking));
+    CHECK_STATUS(upipe_cuda_init(&cuda, nullptr, &err), UPIPE_OK, err);
+    CHECK_STATUS(device_cuda_ops(&ops, &cuda, &err), UPIPE_OK, err);
+    config.blocking = 0;
+    (void)ncclCommInitRankConfig(&nccl, d->desc->plan.ranks, d->id, rank, &config);
+    upipe_status s = upipe_nccl_host_open(h.get(), nccl, tensor::stream, 60, d->desc, &ops, &err);
+    if (CHECK_SAY(s == UPIPE_OK, "%s", err.text)) {
+        s = d->body(d->desc->user, &h->host);
+        CHECK_STATUS(s, UPIPE_OK, h->host.ctx.err);
+        CHECK_STATUS(upipe_nccl_host_close(h.get(), &err), UPIPE_OK, err);
+        CHECK(ncclCommAbort(nccl) == ncclSuccess);
+    }
+    check_cuda(cudaStreamDestroy(tensor::stream));
+    CHECK_STATUS(upipe_cuda_free(&cuda, &err), UPIPE_OK, err);
+    return s;
+}
+
+enum { RANKS_MOST = 2 };
+
+static void run_ranks(const upipe_host_desc &desc, upipe_status (*body)(void *user, upipe_host *h))
+{
+    devices d = {&desc, body, {}};
+    upipe_threads crew;
+    upipe_err err;
+    CHECK(ncclGetUniqueId(&d.id) == ncclSuccess);
+    CHECK_STATUS(upipe_threads_init(&crew, desc.plan.ranks, 60, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_run(&crew, device_rank, &d, nullptr, &err), UPIPE_OK, err);
+    upipe_threads_free(&crew);
+    CHECK(fake_check_clean());
+}
+
+#else
+
+class tensor
+{
+  public:
+    explicit tensor(std::vector<float> with) : numbers(std::move(with))
+    {
+    }
+    float *data()
+    {
+        return numbers.data();
+    }
+    const std::vector<float> &get() const
+    {
+        return numbers;
+    }
+    static constexpr cudaStream_t stream = nullptr;
+
+  private:
+    std::vector<float> numbers;
+};
+
+enum { RANKS_MOST = 4 };
+
+static void run_ranks(const upipe_host_desc &desc, upipe_status (*body)(void *user, upipe_host *h))
+{
+    upipe_ops ops;
+    upipe_err err;
+    upipe_cpu_ops(&ops);
+    CHECK_STATUS(upipe_threads_hosts(&desc, &ops, 60, body, &err), UPIPE_OK, err);
+}
+
+#endif
+
+/* ---- the truth ---- */
 
 struct mask {
     int window;
@@ -126,27 +266,32 @@ static void call(job *j, AttentionParams &p, bool backward)
 static void layers(job *j, upipe_host *h)
 {
     const int local = (int)h->plan.local;
-    std::vector<float> qkv[LAYERS], out[LAYERS], lse[LAYERS], dqkv, dout, dsinks;
+    const auto zeros = [](int n) { return std::vector<float>((std::size_t)n); };
+    std::vector<std::unique_ptr<tensor>> qkv, out, lse;
+    std::unique_ptr<tensor> sinks;
     AttentionParams p[LAYERS] = {};
+    if (j->m.sinks != nullptr)
+        sinks = std::make_unique<tensor>(std::vector<float>(j->m.sinks, j->m.sinks + HQ));
     for (int l = 0; l < LAYERS; ++l) {
-        qkv[l] = mine(h->plan, j->want[l].qkv, W), out[l].resize((std::size_t)(B * local * O));
-        lse[l].resize((std::size_t)(B * local * HQ));
-        p[l].qkv = qkv[l].data(), p[l].out = out[l].data(), p[l].lse = lse[l].data();
-        p[l].B = B, p[l].T = local, p[l].Hq = HQ, p[l].Hkv = HKV, p[l].d = D;
-        p[l].window = j->m.window, p[l].scale = j->m.scale, p[l].sinks = const_cast<float *>(j->m.sinks);
+        qkv.push_back(std::make_unique<tensor>(mine(h->plan, j->want[l].qkv, W)));
+        out.push_back(std::make_unique<tensor>(zeros(B * local * O)));
+        lse.push_back(std::make_unique<tensor>(zeros(B * local * HQ)));
+        p[l].qkv = qkv[l]->data(), p[l].out = out[l]->data(), p[l].lse = lse[l]->data();
+        p[l].B = B, p[l].T = local, p[l].Hq = HQ, p[l].Hkv = HKV, p[l].d = D, p[l].stream = tensor::stream;
+        p[l].window = j->m.window, p[l].scale = j->m.scale, p[l].sinks = sinks ? sinks->data() : nullptr;
         p[l].cu_seqlens = j->m.borders, p[l].documents = j->m.documents;
     }
     for (int l = 0; l < 2 * LAYERS; ++l) call(j, p[l % LAYERS], false);
     for (int l = LAYERS; l-- > 0;) {
-        check_near(out[l], mine(h->plan, j->want[l].out, O), "out");
-        dqkv.assign(qkv[l].size(), 0), dsinks.assign(HQ, 0), dout = mine(h->plan, j->want[l].dout, O);
+        check_near(out[l]->get(), mine(h->plan, j->want[l].out, O), "out");
+        tensor dqkv(zeros(B * local * W)), dsinks(zeros(HQ)), dout(mine(h->plan, j->want[l].dout, O));
         p[l].d_qkv = dqkv.data(), p[l].d_out = dout.data();
-        if (j->m.sinks != nullptr) p[l].d_sinks = dsinks.data();
+        if (sinks) p[l].d_sinks = dsinks.data();
         call(j, p[l], true);
-        check_near(dqkv, mine(h->plan, j->want[l].dqkv, W), "dqkv");
-        if (j->m.sinks == nullptr) continue;
+        check_near(dqkv.get(), mine(h->plan, j->want[l].dqkv, W), "dqkv");
+        if (!sinks) continue;
         CHECK(upipe_all_reduce(&h->ctx, h->ctx.team, dsinks.data(), HQ) == UPIPE_OK);
-        check_near(dsinks, j->want[l].dsinks, "dsinks");
+        check_near(dsinks.get(), j->want[l].dsinks, "dsinks");
     }
     p[0].T = local + 1;
     CHECK(AttentionBackendRegistry::instance().select(p[0]) == nullptr);
@@ -171,7 +316,7 @@ static upipe_status body(void *user, upipe_host *h)
     return s;
 }
 
-static void test_port(const upipe_ops *ops, const mask &m, bool by_class)
+static void test_port(const mask &m, bool by_class)
 {
     job j = {};
     j.m = m, j.by_class = by_class;
@@ -182,14 +327,15 @@ static void test_port(const upipe_ops *ops, const mask &m, bool by_class)
             j.want[l].dout[i] = (float)((int)(i * 23) % 89 - 44) / 200;
         truth(j.want[l], m);
     }
-    for (int ranks = 1; ranks <= 4; ranks *= 2) {
+    const std::vector<std::int64_t> borders(m.borders, m.borders + (m.documents > 0 ? m.documents + 1 : 0));
+    for (int ranks = 1; ranks <= RANKS_MOST; ranks *= 2) {
         upipe_host_desc d;
-        upipe_err err;
         std::memset(&d, 0, sizeof d);
         d.plan.tokens = T, d.plan.batch = B, d.plan.ranks = ranks, d.plan.heads = HQ, d.plan.kv_heads = HKV;
         d.plan.head_dim = D, d.layers = LAYERS, d.user = &j;
-        d.call.mask.causal = 1, d.call.mask.sinks = m.sinks;
-        CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, body, &err), UPIPE_OK, err);
+        d.call.mask.causal = 1, d.call.mask.sinks = m.sinks, d.call.mask.window = m.window;
+        d.call.mask.cu_seqlens = borders.data(), d.call.mask.cu_seqlens_n = m.documents;
+        run_ranks(d, body);
     }
 }
 
@@ -197,11 +343,9 @@ int main()
 {
     static const float sinks[HQ] = {0.5f, -1, 0, 2};
     static const std::int32_t borders[] = {0, 5, 6, T, T + 8, B * T}; /* of the flattened batch */
-    upipe_ops ops;
-    upipe_cpu_ops(&ops);
-    test_port(&ops, mask{}, false);
-    test_port(&ops, mask{}, true);
-    test_port(&ops, mask{4, 0.3f, sinks, nullptr, 0}, true);
-    test_port(&ops, mask{0, 0, nullptr, borders, 5}, true);
+    test_port(mask{}, false);
+    test_port(mask{}, true);
+    test_port(mask{4, 0.3f, sinks, nullptr, 0}, true);
+    test_port(mask{0, 0, nullptr, borders, 5}, true);
     return test_end("ports");
 }

@@ -38,7 +38,7 @@ static void check_rope_angles(void)
 /* clang-format off */
 enum {
     COPY, ZERO, CAST, ROPE, ROPE_INTERLEAVED, RMSNORM, RMSNORM_BWD, RMSNORM_BWD_IN_PLACE, ROWDOT, SUM,
-    ADD, SWIGLU, SWIGLU_BWD, CROSS_ENTROPY, EMBED, EMBED_BWD, TOTAL, ADAMW, ENTRIES, TRAIN_OPS = ADD
+    ADD, SCALE, SWIGLU, SWIGLU_BWD, CROSS_ENTROPY, EMBED, EMBED_BWD, TOTAL, ADAMW, ENTRIES, TRAIN_OPS = ADD
 };
 /* clang-format on */
 
@@ -81,6 +81,8 @@ static upipe_status run_entry(upipe_ctx *c, int entry, operands *o)
         return ops->sum(c, o->y, f[0], 0, 1, 0);
     case ADD:
         return ops->add(c, o->y, o->a);
+    case SCALE:
+        return ops->scale(c, o->y, o->a, 0.22f);
     case SWIGLU:
         return ops->swiglu(c, o->y, o->a, o->b);
     case SWIGLU_BWD:

@@ -139,6 +139,7 @@ static void args_make(const tile_case *t, f32_tile *got, tile_args *a)
     a->mlp.residual = s->residual;
     a->mlp.tile_bytes = a->head.tile_bytes = t->tile_bytes;
     a->head.scale = t->scale;
+    a->mlp.result_scale = a->head.logit_scale = (float)s->factor;
 #define START(name, bit)                                                                \
     for (i = 0; t->start != NULL && got->name != NULL && i < tile_count(s, #name); ++i) \
         got->name[i] = t->start->name[i];
@@ -296,6 +297,7 @@ static void test_finite_differences(void)
         t.shape.eps = kind & 1 ? 1e-3 : 0;
         if (loss) t.shape.targets = targets;
         t.shape.scale = kind == 5 ? 0.25 : 1;
+        t.shape.factor = kind == 3 || kind == 5 || kind == 7 ? 0.375 : 0;
         tile_inputs(&t.shape, 7, &t.in);
         f64_tile_widen(&t.shape, &t.in, &in64);
         f64_tile_make(&t.shape, &at);
@@ -344,6 +346,7 @@ static void check_random(uint64_t seed)
     t.shape.eps = (t.shape.normed || t.shape.posted) && test_below(&r, 4) ? 0.0625 : 0;
     t.scale = loss ? 1 / (float)t.shape.rows : 0;
     t.shape.scale = (double)t.scale;
+    t.shape.factor = test_below(&r, 2) ? 0.375 : 0;
     fill_case(&t, &r, seed);
     run_tile(&t, &got);
     check_tile(&t.shape, &t.in, &got);
@@ -374,11 +377,12 @@ static size_t row_bytes(const tile_shape *s, int backward)
     size_t el = upipe_dtype_bytes(s->dtype), dim = (size_t)s->dim, wide = (size_t)s->wide;
     size_t norm = s->normed ? dim * el : 0;
     if (s->targets == NULL)
-        return norm + (backward ? 3 * wide + (s->posted ? dim : 0) : 2 * wide) * el + 4 * dim;
+        return norm + (backward ? 3 * wide + (s->posted || s->factor != 0 ? dim : 0) : 2 * wide) * el +
+               4 * dim;
     return norm + 4 * wide + (backward ? 4 * dim + (el < 4 ? wide * el : 0) : 0);
 }
 
-/* A case with everything: norms, residual, ignored targets; tiles are the least that there are. */
+/* A case with everything: norms, residual, a factor, ignored targets; tiles are the least that there are. */
 static tile_case full_case(int loss, upipe_dtype dtype, int64_t rows)
 {
     tile_case t = make_case(loss, rows, 20, 37, dtype);
@@ -388,6 +392,7 @@ static tile_case full_case(int loss, upipe_dtype dtype, int64_t rows)
     t.shape.eps = 0.0625;
     t.scale = loss ? 0.125f : 0;
     t.shape.scale = 0.125;
+    t.shape.factor = 0.375;
     fill_case(&t, &r, 5);
     t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
     return t;
@@ -397,6 +402,7 @@ static void without_norm(tile_case *t)
 {
     t->shape.normed = 0;
     t->shape.posted = 0;
+    t->shape.factor = 0;
     t->shape.eps = 0;
     t->in.norm_weight = t->in.post_norm_weight = NULL;
     t->tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t->shape, 1);
@@ -715,6 +721,7 @@ static const upipe_ops *fail_op(upipe_ctx *c, upipe_status *s)
 #define TILE_OPERATIONS(X)                                                                                \
     X(cast, (upipe_ctx * c, upipe_view dst, upipe_view src), (c, dst, src))                               \
     X(add, (upipe_ctx * c, upipe_view y, upipe_view x), (c, y, x))                                        \
+    X(scale, (upipe_ctx * c, upipe_view y, upipe_view x, float factor), (c, y, x, factor))                \
     X(gemm, (upipe_ctx * c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work, size_t n), \
       (c, out, a, b, flags, work, n))                                                                     \
     X(rmsnorm, (upipe_ctx * c, upipe_view y, upipe_view x, const float *w, float eps), (c, y, x, w, eps)) \
@@ -879,6 +886,8 @@ static int32_t *wrong_target(int32_t value)
       a->mlp.norm_eps = a->head.norm_eps = 0)                                                             \
     X(BOTH | LOSS, "scale nan", a->head.scale = NAN)                                                      \
     X(BOTH | LOSS, "scale -inf", a->head.scale = -INFINITY)                                               \
+    X(BOTH | MLP, "result_scale nan", a->mlp.result_scale = NAN)                                          \
+    X(BOTH | LOSS, "logit_scale inf", a->head.logit_scale = INFINITY)                                     \
     X(ANY, "tile_bytes allows", a->mlp.tile_bytes = a->head.tile_bytes = 1)                               \
     X(BOTH | LOSS, "target 37 ", a->targets = wrong_target(37))                                           \
     X(BOTH | LOSS, "target 2147483647 ", a->targets = wrong_target(INT32_MAX))                            \
@@ -906,22 +915,22 @@ static void test_wrong(void)
         for (int loss = 0; loss < 2; ++loss)
             for (int backward = 0; backward < 2; ++backward) {
                 f32_tile got;
-                const int64_t rows = i < 36 ? 6 : 2 * UPIPE_SUM_ROWS + 6;
+                const int64_t rows = i < 38 ? 6 : 2 * UPIPE_SUM_ROWS + 6;
                 tile_case t = full_case(loss, UPIPE_F32, rows);
                 tile_args a;
                 tile_pool p;
                 if (!(wrongs[i].calls & (loss ? LOSS : MLP)) || !(wrongs[i].calls & (backward ? BWD : FWD)))
                     continue;
-                t.tile_bytes = i < 36 ? 0 : UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
+                t.tile_bytes = i < 38 ? 0 : UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
                 args_make(&t, &got, &a);
                 wrong_apply(i, &a);
                 pool_make(&p, &ops, 1 << 20);
                 CHECK_REFUSED(call_tile(&p.ctx, &t, &a, backward), UPIPE_ERR_ARG, p.ctx.err, wrongs[i].words);
-                CHECK_TEXT(p.ctx.err.text, i >= 36 ? "of 37 columns"
+                CHECK_TEXT(p.ctx.err.text, i >= 38 ? "of 37 columns"
                                            : loss  ? (backward ? "loss_bwd: " : "loss_fwd: ")
                                                    : (backward ? "mlp_bwd: " : "mlp_fwd: "));
-                if (i < 36) CHECK_INT(p.mem.serial, 1);
-                if (i == 35) { /* the numbers of a tile that does not fit */
+                if (i < 38) CHECK_INT(p.mem.serial, 1);
+                if (i == 37) { /* the numbers of a tile that does not fit */
                     char words[80];
                     size_t bytes;
                     snprintf(words, sizeof words, "a tile of 6 rows takes %zu bytes, tile_bytes allows 1",

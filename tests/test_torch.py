@@ -2,19 +2,26 @@
 """test_torch.py LIBRARY TOP -- examples/abi/upipe_torch.py against PyTorch's own attention in double precision
 
 O and the gradients of Q, K, V on one to four ranks; a network of two layers with fused projections, whose gradients of
-weights are summed over the ranks; layers under torch.utils.checkpoint; what is refused. An error may be three times that
-of PyTorch in f32. Where no Python here has PyTorch the test is left out (status 77).
+weights are summed over the ranks; layers under torch.utils.checkpoint; bf16, packed sequences, autocast; what is refused;
+PyTorch's own check of the operators, and compiled attention with the bits of eager one. An error may be three times that of
+PyTorch in the same type. Where no Python here has PyTorch the test is left out (status 77), and operators before 2.4.
 """
 
 import copy
 import os
 import sys
+import tempfile
+import threading
+import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, other_python  # pylint: disable=wrong-import-position
+from checks import check, end, equal, other_python  # pylint: disable=wrong-import-position
 
 try:
     import torch
+    OPERATORS = hasattr(torch.library, 'custom_op')
+    if not OPERATORS:
+        other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
 except ImportError:
     other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
     print('left out: PyTorch, which no Python here has: install python3-torch')
@@ -25,6 +32,7 @@ from torch.utils.checkpoint import checkpoint  # pylint: disable=wrong-import-po
 LIBRARY = os.path.abspath(sys.argv[1])
 sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
 from upipe_abi import Attention, Error  # pylint: disable=wrong-import-position
+import upipe_torch  # pylint: disable=wrong-import-position
 from upipe_torch import attention  # pylint: disable=wrong-import-position
 
 TOKENS, DIM = 37, 32
@@ -112,8 +120,7 @@ def test_network():
     exact = network_gradients(copy.deepcopy(network).double(), x.double(), dout.double(),
                               lambda *t: reference(*t, True))
     rounded = network_gradients(copy.deepcopy(network), x, dout, lambda *t: reference(*t, True))
-    u = Attention(LIBRARY, tokens=TOKENS, batch=2, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=DIM, causal=1,
-                  layers=2)
+    u = Attention(LIBRARY, tokens=TOKENS, batch=2, ranks=ranks, heads=heads, kv_heads=kv_heads, head_dim=DIM, causal=1)
     parts = [None] * ranks
 
     def rank_main(rank):
@@ -131,11 +138,11 @@ def test_network():
 
 
 def test_checkpointed():
-    """Three layers whose forwards are repeated: the bits of those that are kept."""
+    """Three layers whose forwards are repeated: the bits of those that are kept. One layer of the handle does."""
     torch.manual_seed(2)
     x, found = torch.randn(1, TOKENS, 2, DIM), {}
-    for reentrant, layers in ((None, 3), (True, 1), (False, 4)):
-        u = Attention(LIBRARY, tokens=TOKENS, ranks=2, heads=2, head_dim=DIM, causal=1, layers=layers)
+    for reentrant in None, True, False:
+        u = Attention(LIBRARY, tokens=TOKENS, ranks=2, heads=2, head_dim=DIM, causal=1)
         found[reentrant] = [None, None]
 
         def rank_main(rank):
@@ -157,6 +164,45 @@ def test_checkpointed():
             check(torch.equal(got, kept), f'checkpointed, reentrant {reentrant}: other bits')
 
 
+def test_narrow():
+    """bf16, and f32 that autocast casts, on two ranks; packed sequences are those that are asked for one by one."""
+    torch.manual_seed(3)
+    inputs = [torch.randn(1, TOKENS, h, DIM).bfloat16() for h in (4, 2, 2, 4)]
+    *inputs, dout = inputs
+    borders = [0, 5, 20, TOKENS]
+
+    def each(q, k, v):
+        parts = [slice(*b) for b in zip(borders, borders[1:])]
+        return torch.cat([reference(q[:, p], k[:, p], v[:, p], True) for p in parts], 1)
+
+    exact = own_gradients([t.double() for t in inputs], dout.double(), each)
+    rounded = own_gradients(inputs, dout, each)
+    u = Attention(LIBRARY, tokens=TOKENS, ranks=2, heads=4, kv_heads=2, head_dim=DIM, causal=1, dtype=1)
+    got = {name: [torch.zeros_like(t) for t in (inputs[0], *inputs)] for name in ('bf16', 'autocast')}
+
+    def rank_main(rank):
+        first, count = u.rows(rank)
+        rows = slice(first, first + count)
+        mine = [t[:, rows] for t in inputs]
+        packed = {'bf16': torch.tensor(borders, dtype=torch.int32), 'autocast': None}
+        u.pack(rank, borders)
+        for name, whole in got.items():
+
+            def body(*t):
+                with torch.autocast('cpu', torch.bfloat16, enabled=name == 'autocast'):  # pylint: disable=cell-var-from-loop
+                    return attention(u, rank, *t, cu_seqlens=packed[name])  # pylint: disable=cell-var-from-loop
+
+            tensors = [t.float() for t in mine] if name == 'autocast' else mine
+            for out, part in zip(whole, own_gradients(tensors, dout[:, rows], body)):
+                check(out is whole[0] or part.dtype == tensors[0].dtype, f'{name}: a gradient is {part.dtype}')
+                out[:, rows] = part
+
+    u.run(rank_main)
+    u.close()
+    compare('bf16', ('o', 'dq', 'dk', 'dv'), got['bf16'], rounded, exact)
+    check(all(torch.equal(a, b) for a, b in zip(*got.values())), 'under autocast there are other bits than in bf16')
+
+
 def refused(words, what):
     try:
         what()
@@ -167,22 +213,98 @@ def refused(words, what):
 
 
 def test_refused():
-    u = Attention(LIBRARY, tokens=TOKENS, heads=2, head_dim=DIM)
     q = torch.randn(1, TOKENS, 2, DIM, requires_grad=True)
-    refused('torch.bfloat16', lambda: attention(u, 0, q.bfloat16(), q, q))
-    refused('v is (1, 37, 1, 32)', lambda: attention(u, 0, q, q, q[:, :, :1]))
-    o = attention(u, 0, q, q, q)
-    refused('no more layers', lambda: attention(u, 0, q, q, q))
+
+    def refused_of(words, what, **more):
+        """A call that is refused ends its handle."""
+        u = Attention(LIBRARY, tokens=TOKENS, heads=2, head_dim=DIM, window=16, **more)
+        refused(words, lambda: what(u))
+        u.close()
+
+    refused_of('q is torch.bfloat16', lambda u: attention(u, 0, q.bfloat16(), q, q))
+    # the operator of a tensor without data has no call of the library
+    refused_of('k is torch.float32 on meta; the handle has torch.float32 on cpu',
+               lambda u: upipe_torch.forward(q, q.to('meta'), q, *5 * [None], u.number, 0, u.saved_bytes[0]))
+    refused_of('the handle has torch.bfloat16', lambda u: attention(u, 0, q, q, q), dtype=1)
+    refused_of('v is (1, 37, 1, 32)', lambda u: attention(u, 0, q, q, q[:, :, :1]))
+    refused_of('q is (37, 2, 32)', lambda u: attention(u, 0, q[0], q, q))
+    refused_of('rank 1 of 1', lambda u: attention(u, 1, q, q, q))
+    refused_of('causal is True; the handle has False', lambda u: attention(u, 0, q, q, q, causal=True))
+    refused_of('window is 8; the handle has 16', lambda u: attention(u, 0, q, q, q, window=8))
+    refused_of('softcap is 30.0; the handle has 0.0', lambda u: attention(u, 0, q, q, q, softcap=30.0))
+    refused_of('scale is 0.2; the handle has 0.17', lambda u: attention(u, 0, q, q, q, scale=0.2))
+    refused_of('cu_seqlens is torch.float32', lambda u: attention(u, 0, q, q, q, cu_seqlens=[0., 37.]))
+    refused_of('[20, 10)', lambda u: attention(u, 0, q, q, q, cu_seqlens=[0, 20, 10]))
+    u = Attention(LIBRARY, tokens=TOKENS, heads=2, head_dim=DIM)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            attention(u, 0, q, q, q)
+        except Error as error:
+            os._exit(0 if 'forked' in str(error) else 2)  # pylint: disable=protected-access
+        os._exit(1)  # pylint: disable=protected-access
+    equal(os.waitpid(pid, 0)[1], 0, 'the status of a forked process that uses the handle')
+    o = attention(u, 0, q, q, q, causal=False, window=0, softcap=0.0, scale=DIM**-0.5)
     o.sum().backward(retain_graph=True)
+    first, q.grad = q.grad, None
+    for _ in range(3):
+        attention(u, 0, q, q, q)  # thrown away
+    o.sum().backward()
+    check(torch.equal(first, q.grad), 'the second backward has other bits')
     slope, = torch.autograd.grad(attention(u, 0, q, q, q).square().sum(), q, create_graph=True)
-    refused('once_differentiable', slope.sum().backward)
-    attention(u, 0, q, q, q)  # thrown away: its layer is free again
-    refused('nothing to drop', lambda: u.drop(0, u.free_layer(0)))
-    refused('consumed before', o.sum().backward)
-    other = attention(u, 0, q, q, q)  # has the layer of the first one
-    refused('consumed before', o.sum().backward)
-    other.sum().backward()
+    refused('no derivatives of derivatives' if OPERATORS else 'once_differentiable', slope.sum().backward)
+    check(torch.equal(attention(u, 0, q, q, q, cu_seqlens=[]), o), 'no packed sequences')
+    o = attention(u, 0, q, q, q)
     u.close()
+    refused('the handle is closed', o.sum().backward)
+    refused('the handle is closed', lambda: attention(u, 0, q, q, q))
+
+
+def test_refused_of_many():
+    """What one rank has refused is told to the others at once."""
+    q = torch.randn(1, TOKENS, 2, DIM)
+    u = Attention(LIBRARY, tokens=TOKENS, ranks=2, heads=2, head_dim=DIM)
+    if threading.active_count() == 1:
+        refused('2 ranks and one thread', lambda: attention(u, 0, *3 * [q[:, :u.rows(0)[1]]]))
+    u.close()
+    u = Attention(LIBRARY, tokens=TOKENS, ranks=2, heads=2, head_dim=DIM)
+    said, began = {}, time.monotonic()
+
+    def rank_main(rank):
+        try:
+            attention(u, rank, *3 * [q[:, :u.rows(0)[1] - 1] if rank else q[:, :u.rows(0)[1]]])
+        except Error as error:
+            said[rank] = str(error)
+
+    u.run(rank_main)
+    u.close()
+    check(time.monotonic() - began < 30, 'a rank waits for one whose call was refused')  # the deadline is 60 s
+    check(all('q is (1, 17, 2, 32); rank 1 has' in said.get(rank, '') for rank in range(2)), f'ranks say {said}')
+
+
+def test_operators():
+    """PyTorch's check of both operators; then they are compiled."""
+    torch.manual_seed(4)
+    tensors, borders = [torch.randn(1, TOKENS, h, DIM) for h in (4, 2, 2)], torch.tensor([0, 5, TOKENS])
+    u = Attention(LIBRARY, tokens=TOKENS, heads=4, kv_heads=2, head_dim=DIM, causal=1)
+    options = (borders, True, None, None, None, u.number, 0, u.saved_bytes[0])
+    torch.library.opcheck(torch.ops.upipe.attention.default, (*(t.clone().requires_grad_(True) for t in tensors), *options))
+    o, saved = torch.ops.upipe.attention(*tensors, *options)
+    torch.library.opcheck(torch.ops.upipe.attention_backward.default, (o, o, *tensors, saved, borders, u.number, 0))
+
+    def body(*t):
+        return attention(u, 0, *t, causal=True, cu_seqlens=borders)
+
+    def twice(*t):
+        return attention(u, 0, checkpoint(body, *t, use_reentrant=False), *t[1:], causal=True)
+
+    for call in body, twice:
+        eager = own_gradients(tensors, o, call)
+        for backend in 'aot_eager', 'inductor':
+            compiled = own_gradients(tensors, o, torch.compile(call, fullgraph=True, backend=backend))
+            check(all(torch.equal(a, b) for a, b in zip(eager, compiled)), f'{backend}, {call.__name__}: other bits than eager')
+    u.close()
+    refused('the handle is closed', lambda: torch.compile(body, fullgraph=True, backend='aot_eager')(*tensors))
 
 
 def main():
@@ -191,7 +313,15 @@ def main():
         test_tensors(*case)
     test_network()
     test_checkpointed()
+    test_narrow()
+    test_refused_of_many()
     test_refused()
+    if OPERATORS:
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ['TORCHINDUCTOR_CACHE_DIR'] = cache
+            test_operators()
+    else:
+        print(f'left out: operators and torch.compile, as no Python here has PyTorch 2.4: this is {torch.__version__}')
     return end(f'torch {torch.__version__}')
 
 

@@ -112,16 +112,16 @@ def held(c):
     def cut(n, parts, i):
         return n // parts * i + n % parts * i // parts
 
-    n, rings, pieces = c['tokens'], c['ring'], c['segments']
+    n, rings, pieces, ranks = c['tokens'], c['ring'], c['segments'], c['ranks'] // c['replicas']
     if pieces:
-        return sum(cut(cut(n, pieces, i + 1) - cut(n, pieces, i), c['ranks'], 1) for i in range(pieces))
+        return sum(cut(cut(n, pieces, i + 1) - cut(n, pieces, i), ranks, 1) for i in range(pieces))
     if c['method'] == 'stripe':
         n = -(-n // rings)
     elif c['method'] == 'ring' or rings == 1:
         n = cut(n, rings, 1)
     else:
         n = cut(n, 2 * rings, 1) + n - cut(n, 2 * rings, 2 * rings - 1)
-    return cut(n, c['ranks'] // rings, 1)
+    return cut(n, ranks // rings, 1)
 
 
 def offloaded(c, rows):
@@ -158,26 +158,44 @@ def kept(c, rows):
     return here * unit, away
 
 
-def check_states(c, at_peak, element, what):
-    """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
-    units, vectors, zero = {}, 0, c['zero']
+def units_of(c):
+    """Elements of the matrices that are used together: half a layer, the embedding, the head."""
+    units = {}
     for name, shape in tensors_wanted(c).items():
-        if len(shape) == 1:
-            vectors += shape[0]
-        else: # half a layer, the embedding, the head
+        if len(shape) == 2:
             unit = name.rsplit('.', 2)[0] if 'layers' in name else name
             units[unit] = units.get(unit, 0) + math.prod(shape)
-    whole, most = sum(units.values()), max(units.values())
-    shard = sum(-(-n // c['ranks']) for n in units.values())
-    weights, gradients = shard if zero > 2 else whole, shard if zero > 1 else whole
+    return units.values()
+
+
+def check_states(c, at_peak, element, what):
+    """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
+    units, zero, away = units_of(c), c['zero'], c['offload_optimizer']
+    vectors = sum(shape[0] for shape in tensors_wanted(c).values() if len(shape) == 1)
+    whole, most = sum(units), max(units)
+    shard = sum(-(-n // c['ranks']) for n in units)
+    weights = 0 if c['offload_weights'] else shard if zero > 2 else whole
+    gradients = 0 if away and zero > 1 else shard if zero > 1 else whole
     more = at_peak['weights'] - weights * element - vectors * 4
     check(more == 0 if zero < 3 else 0 <= more <= (2 + c['zero_prefetch']) * most * element,
           f'{what}: {more} bytes more of weights')
     more = at_peak['gradients'] - gradients * 4 - vectors * 4
     check(more == 0 if zero < 2 else 0 <= more <= 2 * most * 4, f'{what}: {more} bytes more of gradients')
     states, vector_states = (shard, -(-vectors // c['ranks'])) if zero else (whole, vectors)
+    states = 0 if away else states
     equal(at_peak['optimizer'], 8 * (states + vector_states) + (4 * states if c['dtype'] == 'bf16' else 0),
           f'{what}: optimizer')
+
+
+def with_states(c, element, away):
+    """Bytes of rank 0's second pool: `away` of activations, and the optimizer's, with gradients that are sharded. While it
+    updates a unit, two tiles of what is not there are in the place of activations."""
+    if not c['offload_optimizer']:
+        return away
+    units = [-(-n // c['ranks']) if c['zero'] else n for n in units_of(c)]
+    weights = element if c['offload_weights'] else 0
+    tiles = 2 * min(max(units), 2**20) * (element - weights + 4 * (c['zero'] < 2))
+    return sum(units) * ((12 if element == 2 else 8) + 4 * (c['zero'] > 1) + weights) + max(away, tiles)
 
 
 def check_numbers(numbers, what):
@@ -213,11 +231,11 @@ def check_numbers(numbers, what):
     equal(c['segments'] > 0, c['method'] in SEGMENTED, f'{what}: segments')
     even = c['tokens'] % c['ranks'] == 0 and c['heads'] % c['ranks'] == 0
     if not c['segments'] and (is_plain(c) or even):
-        equal(numbers['host_bytes'], away, f'{what}: the second pool')
+        equal(numbers['host_bytes'], with_states(c, element, away), f'{what}: the second pool')
     elif not c['segments']: # O and lse where a rank has more heads than its share
         check(away < numbers['host_bytes'] < 1.3 * away, f'{what}: the second pool has {numbers["host_bytes"]} bytes')
     elif c['tokens'] % (c['segments'] * c['ranks']) == 0 and c['kv_heads'] % c['ranks'] == 0 and is_plain(c):
-        equal(numbers['host_bytes'], away + offloaded(c, rows), f'{what}: the second pool')
+        equal(numbers['host_bytes'], with_states(c, element, away + offloaded(c, rows)), f'{what}: the second pool')
     else:
         check(numbers['host_bytes'] > away + unit, f'{what}: the second pool has {numbers["host_bytes"]} bytes')
     equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
@@ -230,7 +248,7 @@ def test_numbers(folder):
     for key, want in {'method': 'upipe', 'ring': 1, 'inner': 0, 'segments': 0, 'chunk': 2, 'window': 0, 'head_dim': 32, 'ff_dim': 192,
                       'vocab': 256, 'untied': False, 'qk_norm': False, 'attention_bias': 'none', 'batch': 1, 'lr': 1e-3,
                       'min_lr': 1e-4, 'warmup': 1, 'weight_decay': 0.1, 'beta1': 0.9, 'beta2': 0.95, 'clip': 1, 'dtype': 'f32',
-                      'device': 'cpu', 'seed': 1, 'activations': 'ac', 'zero': 1, 'zero_prefetch': False, 'reduce_dtype': 'f32',
+                      'device': 'cpu', 'seed': 1, 'activations': 'ac', 'zero': 1, 'zero_prefetch': False, 'reduce_dtype': 'f32', 'offload_optimizer': False, 'offload_weights': False,
                       'data': BOOK, 'save': None, 'resume': None, 'load': None, 'text_bytes': os.path.getsize(BOOK)}.items():
         equal(c[key], want, f'default of {key}')
     equal(numbers['first_step'], 1, 'the first step')
@@ -395,6 +413,45 @@ def test_accumulate(folder):
         near(rest['loss'], whole['loss'][3:], 0 if ranks == 2 else 1e-4, f'accumulate, resumed on {ranks}')
 
 
+def matrices(path):
+    """Weights and moments of a checkpoint that are no vectors."""
+    return {name: data for part in ('model', 'optimizer') for name, (_, shape, data) in safetensors(f'{path}/{part}.safetensors')[1].items()
+            if len(shape) == 2}
+
+
+def test_replicas(folder):
+    """Groups of ranks with sequences of their own are one group with the sequences of all."""
+    write('short.txt', read(BOOK)[:5 * 64 + 21])  # an epoch ends within a step
+    flags = {'data': 'short.txt', 'clip': 0, 'save_every': 1, 'keep': 0}
+    for what, ranks, more in [('alone', 2, {}), ('upipe', 4, {'batch': 2}), ('a ring', 8, {'method': 'usp'}),
+                              ('segments', 4, {'method': 'upipe-fpdt', 'segments': 2})]:
+        one = good(folder, f'{what}: one replica', ranks=ranks // 2, accumulate=4, zero=2, save=f'{what} one', **flags, **more)
+        stages = [good(folder, f'{what}: two replicas, ZeRO {zero}', ranks=ranks, replicas=2, accumulate=2, zero=zero,
+                       save=f'{what} {zero}', **flags, **more) for zero in (range(4) if what == 'upipe' else [1, 3])]
+        for numbers in stages:
+            alike(numbers, one, f'{what}: replicas', 1e-5)
+        if what == 'upipe':
+            same(stages[0], stages[1], 'replicas: whole gradients')
+            same(stages[2], stages[3], 'replicas: sharded gradients')
+        # micro-batches in turn, and ranks in turn within each, are one chain of sums where gradients are sharded
+        check(matrices(f'{what} one/checkpoint-1') == matrices(f'{what} 3/checkpoint-1'), f'{what}: other sums of gradients')
+    plain, ahead = (good(folder, f'ahead: {on}', ranks=4, replicas=2, zero=3, zero_prefetch=on) for on in (False, True))
+    same(ahead, plain, 'replicas: gathered ahead')
+    whole = good(folder, 'replicas', data='short.txt', replicas=2, accumulate=3, steps=6, save='k', save_every=3, keep=2)
+    check_files('k/checkpoint-6', whole['config'], 6, 'replicas')
+    for ranks, replicas in [(2, 2), (6, 3), (2, 1), (4, 2)]:
+        what = f'resumed on {ranks} ranks, {replicas} replicas'
+        rest = good(folder, what, data='short.txt', steps=6, ranks=ranks, replicas=replicas, resume='k/checkpoint-3')
+        equal(rest['config']['accumulate'], 6 // replicas, f'{what}: micro-batches')
+        near(rest['loss'], whole['loss'][3:], 0 if ranks == replicas == 2 else 1e-4, what)
+    for status, words, more in [(1, ['6 micro-batches', '--replicas 4'], {'ranks': 4, 'replicas': 4, 'resume': 'k', 'steps': 7}),
+                                (1, ['--accumulate 3', '--accumulate 2'], {'replicas': 2, 'accumulate': 2, 'resume': 'k', 'steps': 7}),
+                                (2, ['--ranks 4', '--replicas 3'], {'ranks': 4, 'replicas': 3}),
+                                (2, ['--ranks 6', '--replicas 2', '--ring 2'], {'ranks': 6, 'replicas': 2, 'method': 'usp'}),
+                                (2, ['1048576', '--replicas 2'], {'accumulate': 1 << 20, 'replicas': 2})]:
+        failed(folder, given(**{'data': 'short.txt', **more}), status, words)
+
+
 def test_activations(folder):
     """What is kept, and where, changes no bit and no promise of bytes."""
     settings = ['offload', 'sao:2', 'sac', 'sac:2', 'blocks:2', 'blocks:3,grad', 'ac,grad', 'sac:1,grad']
@@ -426,16 +483,22 @@ def test_zero(folder):
         base = good(folder, f'{what}, zero 1', **{**few, **flags})
         for zero in (0, 2, 3):
             same(good(folder, f'{what}, zero {zero}', zero=zero, **{**few, **flags}), base, f'{what}, zero {zero}')
+        for zero in (1, 3):
+            same(good(folder, f'{what}, zero {zero}, offloaded', zero=zero, offload_optimizer=True, offload_weights=zero == 3,
+                      **{**few, **flags}), base, f'{what}, zero {zero}, offloaded')
     flags = {**few, **EVEN, 'steps': 6, 'attention_bias': 'qkv'}
     base = good(folder, 'zero, six steps', **flags, zero=3, save='whole')
-    for first, then in [(3, 0), (0, 2), (2, 3)]:
-        good(folder, f'zero {first}, three steps', **{**flags, 'steps': 3}, zero=first, save=f'zero{first}')
+    for first, then, way, other in [(3, 0, {}, {}), (0, 2, {}, {'offload_optimizer': True}),
+                                    (2, 3, {'offload_optimizer': True}, {'offload_optimizer': True, 'offload_weights': True})]:
+        good(folder, f'zero {first}, three steps', **{**flags, 'steps': 3}, zero=first, save=f'zero{first}', **way)
         numbers = good(folder, f'zero {first}, then {then}', steps=6, tokens=few['tokens'], zero=then,
-                       resume=f'zero{first}', save=f'zero{first}')
+                       resume=f'zero{first}', save=f'zero{first}', **other)
         equal(numbers['loss'], base['loss'][3:], f'zero {first}, then {then}: losses')
         for name in ('model.safetensors', 'optimizer.safetensors'):
             got, want = (f'{of}/checkpoint-6/{name}' for of in (f'zero{first}', 'whole'))
             check(os.path.exists(got) and read(got) == read(want), f'zero {first}, then {then}: {name}')
+    for words in ['--zero', '3'], ['--zero', '2', '--offload-optimizer']:
+        failed(folder, ['--offload-weights', *words], 2, ['--offload-weights wants --zero 3 and --offload-optimizer'])
     for words, said in [('4', 'not'), ('-1', 'not'), ('', 'is empty'), ('3x', 'not')]:
         failed(folder, given(zero=words), 2, ['--zero', said])
 
@@ -524,7 +587,7 @@ def check_files(path, c, step, what):
     equal(meta, {**schedule, 'steps': str(c['steps']), 'warmup': str(c['warmup']), 'decay': str(c['decay']),
                  'schedule': str(SCHEDULES.index(c['schedule'])),
                  'dtype': c['dtype'], 'step': str(step), 'tokens': str(c['tokens']), 'batch': str(c['batch']),
-                 'accumulate': str(c['accumulate']), 'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
+                 'accumulate': str(c['accumulate'] * c['replicas']), 'text_bytes': str(c['text_bytes']), 'seed': str(c['seed']),
                  'text_hash': str(fnv(read(c['data']))), 'format_version': '1'},
           f'{what}: metadata of the optimizer')
     names = {prefix + name: ('F32', shape) for name, shape in want.items() for prefix in ('exp_avg.', 'exp_avg_sq.')}
@@ -1139,8 +1202,9 @@ def test_eval(folder):
     loaded = {'eval': 'held', 'load': 'a/b/c', 'layers': None}
     values = [still(folder, f'evaluated by {method}, {ranks}', **{**loaded, 'method': method, 'ranks': ranks})['eval']
               for method, ranks in [('ulysses', 1), ('upipe', 2), ('upipe', 3), ('upipe', 4)]]
+    values += [still(folder, f'evaluated by {n} replicas', **{**loaded, 'ranks': ranks, 'replicas': n})['eval'] for ranks, n in [(2, 2), (8, 4)]]
     exact = 0 if plain['config']['products'] == 'built-in' else 1e-6  # a BLAS promises no equal bits
-    near([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 4, exact, 'evaluations by other ranks, methods and batches')
+    near([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 6, exact, 'evaluations by other ranks, methods and batches')
     merged = [still(folder, f'evaluated by {method}', **loaded, method=method, ranks=ranks)['eval'][0]['loss']
               for method, ranks in [('zigzag', 3), ('upipe-fpdt', 2)]]
     near(merged, [values[0][0]['loss']] * 2, 1e-6, 'the loss where attention is merged')
@@ -1547,7 +1611,7 @@ def test_sample(folder):
 
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
-                       test_accumulate, test_activations,
+                       test_accumulate, test_replicas, test_activations,
                        test_zero, test_prefetch, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

@@ -38,7 +38,7 @@ MODELS = [('Qwen2', {'tie_word_embeddings': True, 'use_sliding_window': False}),
           ('Llama', {'tie_word_embeddings': False, 'attention_bias': True}),
           ('Qwen3', {'tie_word_embeddings': True, 'attention_bias': True})]
 # What other families do otherwise: windows and layers without RoPE, a padding that occurs in the text (an e), fused tensors,
-# interleaved pairs, half a head, norms of what attention and MLP give.
+# interleaved pairs, half a head, norms of what attention and MLP give and no others, multipliers.
 FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_sliding_window': True, 'sliding_window': 16,
                        'max_window_layers': 1}),
             ('Ministral', {'sliding_window': 16, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']}),
@@ -47,6 +47,9 @@ FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_s
             ('Phi3', {'sliding_window': 20, 'pad_token_id': None, 'partial_rotary_factor': 0.75}),
             ('Glm', {'pad_token_id': None, 'partial_rotary_factor': 0.5}),
             ('Glm4', {'pad_token_id': None, 'partial_rotary_factor': 0.5}),
+            ('Granite', {'embedding_multiplier': 3.0, 'residual_multiplier': 0.375, 'attention_multiplier': 0.125,
+                         'logits_scaling': 2.5, 'tie_word_embeddings': True}),
+            ('Exaone4', {'sliding_window': 16, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']}),
             ('SeedOss', {'attention_dropout': 0.0, 'residual_dropout': 0.0, 'pad_token_id': None}),
             ('Ernie4_5', {'pad_token_id': 101})]
 # Types of RoPE; 64 tokens are more than those of the training before.
@@ -296,6 +299,9 @@ def test_packed(name, more, ids, folder):
         got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--accumulate', BATCH,
                            '--zero', zero, '--steps', STEPS)
         check_losses(f'packed {name} {" ".join(way)}, accumulated, ZeRO {zero}', got['loss'], losses)
+        got = train_losses(folder, way[2:], '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--replicas', BATCH,
+                           '--ranks', BATCH * int(way[1]), '--zero', zero, '--steps', STEPS)
+        check_losses(f'packed {name} {" ".join(way)}, each of {BATCH} replicas, ZeRO {zero}', got['loss'], losses)
 
 
 def test_long(ids, folder):

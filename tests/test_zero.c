@@ -17,7 +17,7 @@ static const int64_t first[UNITS + 1] = {0, 5, 5, 22, 23, 1023, ELEMENTS};
 typedef enum trouble { NONE, LEAVES, OTHER_STAGE, SMALL_POOL, TROUBLES, SILENT } trouble;
 
 typedef struct way {
-    int ranks, stage, ahead, ends_first; /* the unit whose gradients are the first to end */
+    int ranks, stage, ahead, away, ends_first; /* the unit whose gradients are the first to end */
     upipe_dtype dtype, sent;
     size_t strip;
     trouble trouble;
@@ -58,11 +58,12 @@ static float term(int64_t i, int rank)
     return i == 30 && rank == 0 ? NAN : (float)test_normal(&r);
 }
 
-static float chain(const way *w, int64_t i)
+/* Of so many rounds. */
+static float chain(const way *w, int64_t i, int rounds)
 {
     float sum = 0;
-    for (int r = 0; r < w->ranks; ++r) {
-        float t = term(i, r);
+    for (int r = 0; r < w->ranks * rounds; ++r) {
+        float t = term(i, r % w->ranks);
         if (w->sent == UPIPE_BF16 && w->ranks > 1) t = upipe_bf16_to_f32(upipe_f32_to_bf16(t));
         sum += t;
     }
@@ -132,7 +133,7 @@ static void set_weights(const way *w, const upipe_zero *z, upipe_zero_part p, in
 static int lends(const upipe_zero *z, int unit)
 {
     const int64_t n = first[unit + 1] - first[unit];
-    return z->stage >= 2 && n > 0 && upipe_zero_slice(z, unit).at >= n;
+    return z->stage >= 2 && !z->grads_away && z->round == 0 && n > 0 && upipe_zero_slice(z, unit).at >= n;
 }
 
 /* What this rank adds, unit by unit, downwards. */
@@ -156,7 +157,7 @@ static upipe_status add_gradients(const way *w, upipe_ctx *c, upipe_zero *z)
     return upipe_zero_grads_sum(c, z);
 }
 
-static void check_sums(const way *w, const upipe_zero *z)
+static void check_sums(const way *w, const upipe_zero *z, int rounds)
 {
     for (int unit = 0; unit < UNITS; ++unit) {
         /* in stage 0 every rank has all sums */
@@ -166,10 +167,24 @@ static void check_sums(const way *w, const upipe_zero *z)
             w->stage == 0 ? z->grads + p.at : (const float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
         int64_t bad = 0;
         for (int64_t i = 0; i < p.n; ++i)
-            bad += !same_float(g[i], chain(w, p.first + i)) || !near_sum(w, p.first + i, g[i]);
+            bad += !same_float(g[i], chain(w, p.first + i, rounds)) ||
+                   (rounds == 1 && !near_sum(w, p.first + i, g[i]));
         CHECK_SAY(bad == 0, "%lld sums of unit %d are wrong in stage %d on %d ranks, strips of %zu bytes",
                   (long long)bad, unit, w->stage, w->ranks, w->strip);
     }
+}
+
+/* A second round of gradients that are away: each chain goes on from what is there. */
+static upipe_status add_again(const way *w, upipe_ctx *c, upipe_zero *z)
+{
+    const int64_t n = upipe_zero_held(z, UPIPE_ZERO_GRADS), weight = (int64_t)upipe_dtype_bytes(w->dtype),
+                  gathered = w->stage == 3 ? upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * weight : 0;
+    CHECK_INT(z->moved, gathered + 4 * n);
+    z->round = 1;
+    UPIPE_TRY(add_gradients(w, c, z));
+    check_sums(w, z, 2);
+    CHECK_INT(z->moved, gathered + 12 * n);
+    return UPIPE_OK;
 }
 
 /* Bytes that a step sends, by the definition: gathers send a slice to each other rank, sums all but the own slice. */
@@ -181,7 +196,7 @@ static int64_t bytes_sent(const way *w, const upipe_zero *z)
     for (int unit = 0; unit < UNITS; ++unit) {
         const int64_t mine = upipe_zero_slice(z, unit).n, n = first[unit + 1] - first[unit];
         sum += gathers * mine * (w->ranks - 1) * weight;
-        sum += (n - mine) * (int64_t)upipe_dtype_bytes(w->sent);
+        sum += (n - mine) * (int64_t)upipe_dtype_bytes(w->sent) * (1 + w->away);
         if (w->stage == 0) sum += mine * (w->ranks - 1) * 4;
     }
     return w->ranks > 1 ? sum : 0;
@@ -205,20 +220,26 @@ static size_t largest(const way *w, const upipe_zero *z, upipe_zero_what a)
 static size_t bytes_peak(const way *w, const upipe_zero *z)
 {
     const size_t held = (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(w->dtype) +
-                        (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4;
+                        (w->away ? 0 : (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4);
     const size_t gathered = largest(w, z, UPIPE_ZERO_WEIGHTS),
                  summed = w->ranks > 1 || w->stage >= 2 ? largest(w, z, UPIPE_ZERO_GRADS) : 0;
     return held + (gathered > summed ? gathered : summed);
 }
 
+/* Gradients that are away are not the pool's, and begin as NaNs. */
 static upipe_status alloc(upipe_ctx *c, upipe_zero *z)
 {
     void *data;
+    const size_t grads = (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4;
     UPIPE_TRY(upipe_alloc(c, &z->weights,
                           (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
                           UPIPE_USE_OTHER, "weights"));
-    UPIPE_TRY(upipe_alloc(c, &data, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, UPIPE_USE_OTHER,
-                          "gradients"));
+    if (z->grads_away) {
+        z->grads = (float *)malloc(grads + 1);
+        memset(z->grads, 0xff, grads);
+        return UPIPE_OK;
+    }
+    UPIPE_TRY(upipe_alloc(c, &data, grads, UPIPE_USE_OTHER, "gradients"));
     z->grads = (float *)data;
     return UPIPE_OK;
 }
@@ -232,7 +253,8 @@ static upipe_status step(const way *w, upipe_ctx *c, upipe_zero *z)
     UPIPE_TRY(check_weights(w, c, z, 0));
     UPIPE_TRY(upipe_zero_grads_clear(c, z));
     UPIPE_TRY(add_gradients(w, c, z));
-    check_sums(w, z);
+    check_sums(w, z, 1);
+    if (w->away) UPIPE_TRY(add_again(w, c, z));
     for (int unit = 0; unit < UNITS; ++unit) {
         upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
         if (!upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) p.at = p.first;
@@ -254,7 +276,8 @@ static upipe_status rank_main(void *user, int rank)
     upipe_zero z = {.world = c.team, .rank = rank, .ranks = w->ranks, .units = UNITS, .first = first};
     context_pool(&c, &mem, &w->ops, pool, BLOCKS);
     z.stage = odd_stage ? (w->stage + 1) % UPIPE_ZERO_STAGES : w->stage;
-    z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip;
+    z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip, z.grads_away = w->away;
+    z.weights_away = w->away && w->stage == 3;
     if (w->ahead) {
         side_begin(&c, &side, 0);
         z.side = c.side_stream;
@@ -274,7 +297,10 @@ static upipe_status rank_main(void *user, int rank)
     }
     w->errors[rank] = c.err;
     upipe_mem_free(&mem, z.weights, NULL);
-    upipe_mem_free(&mem, z.grads, NULL);
+    if (z.grads_away)
+        free(z.grads);
+    else
+        upipe_mem_free(&mem, z.grads, NULL);
     CHECK(mem.live == 0);
     if (s != UPIPE_OK && w->trouble == NONE) CHECK_STATUS(s, UPIPE_OK, c.err);
     if (w->ahead) side_end(&side);
@@ -337,6 +363,9 @@ static void test_stages(void)
                     w.ends_first = UNITS - 1 - kind % 2;  /* one is lent the shard, one is too large for it */
                     if (strip == 0 && kind > 0) continue; /* slow, and the same */
                     run(&w);
+                    if (stage < 2) continue;
+                    w.away = 1;
+                    run(&w);
                 }
 }
 
@@ -398,6 +427,10 @@ static void test_refused(void)
                   "parameters are f32 or bf16, not f16");
     bad = z, bad.first = odd, bad.units = 2;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "unit 1 has -4 elements");
+    bad = z, bad.stage = 2, bad.weights_away = 1;
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "parameters are away in stage 2");
+    bad = z, bad.stage = 1, bad.grads_away = 1;
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "gradients are away in stage 1");
     bad = z, bad.side = &side;
     CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_zero_weights_begin(c, &z, UNITS, &w), UPIPE_ERR_ARG, c->err);

@@ -182,6 +182,15 @@ UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
     return upi_row_check_alias(c, "add", "y", y, "x", x);
 }
 
+/* y and x: equal shapes; both may be the same view. factor: finite. */
+UPIPE_API upipe_status upipe_check_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
+{
+    UPIPE_TRY(upi_row_check(c, "scale", "y", y));
+    UPIPE_TRY(upi_row_check_like(c, "scale", "x", x, y, y.d));
+    if (!isfinite(factor)) return upipe_fail(&c->err, UPIPE_ERR_ARG, "scale: factor %g", (double)factor);
+    return upi_row_check_alias(c, "scale", "y", y, "x", x);
+}
+
 /* ---- products ---- */
 
 /* out, a and b: shapes that fit for these flags; heads of a and b are those of out or 1, or out has one and a

@@ -189,6 +189,12 @@ UPIPE_API upipe_status upi_dry_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
     return UPIPE_OK;
 }
 
+UPIPE_API upipe_status upi_dry_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
+{
+    (void)factor;
+    return upi_dry_cast(c, y, x);
+}
+
 UPIPE_API upipe_status upi_dry_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     (void)out;
@@ -282,6 +288,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ops.rowdot = upi_dry_rowdot;
     dry->ops.sum = upi_dry_sum;
     dry->ops.add = upi_dry_cast;
+    dry->ops.scale = upi_dry_scale;
     dry->ops.swiglu = upi_dry_swiglu;
     dry->ops.swiglu_bwd = upi_dry_swiglu;
     dry->ops.cross_entropy = upi_dry_cross_entropy;

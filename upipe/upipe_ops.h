@@ -179,6 +179,8 @@ typedef struct upipe_ops {
                         int accumulate);
     /* y += x, element by element, rounded once; equal shapes, any types and strides, those of 0 in x too. */
     upipe_status (*add)(upipe_ctx *c, upipe_view y, upipe_view x);
+    /* y = factor * x, element by element, rounded once; equal shapes, any types. y may be x. */
+    upipe_status (*scale)(upipe_ctx *c, upipe_view y, upipe_view x, float factor);
 
     /* y = silu(gate) * up, where silu(z) = z / (1 + exp(-z)); y may be gate or up. */
     upipe_status (*swiglu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);

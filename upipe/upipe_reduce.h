@@ -34,6 +34,7 @@ UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *fi
  *   strip       elements that a rank sums at a time
  *   sent        storage type of the terms on their way: UPIPE_F32, or UPIPE_BF16, to which they are rounded
  *   accumulate  dst += the sum, in one f32 chain that starts from dst; otherwise dst = the sum
+ *   away        where the sums go from dst, and with accumulate come from before: host memory; NULL: they stay in dst
  */
 typedef struct upipe_reduction {
     float *dst;
@@ -41,6 +42,7 @@ typedef struct upipe_reduction {
     int64_t n, strip;
     upipe_dtype sent;
     int accumulate;
+    float *away;
 } upipe_reduction;
 
 /* Elements from one rank's terms to the next one's in a buffer. No strip is longer. */
@@ -94,7 +96,7 @@ UPIPE_API upipe_status upi_reduction_list(upipe_ctx *c, upipe_comm *comm, const 
 }
 
 /* dst (+)= the terms of n elements that came, in rank order. */
-UPIPE_API upipe_status upi_reduction_sum(upipe_ctx *c, const upipe_reduction *x, int ranks, int64_t done,
+UPIPE_API upipe_status upi_reduction_add(upipe_ctx *c, const upipe_reduction *x, int ranks, int64_t done,
                                          int64_t n, char *in)
 {
     const int64_t stride = upi_reduction_stride(x->n, ranks, x->strip);
@@ -110,6 +112,17 @@ UPIPE_API upipe_status upi_reduction_sum(upipe_ctx *c, const upipe_reduction *x,
         UPIPE_TRY(c->ops->add(c, dst, src));
     }
     return UPIPE_OK;
+}
+
+/* The same, by way of dst where the sums are kept away. */
+UPIPE_API upipe_status upi_reduction_sum(upipe_ctx *c, const upipe_reduction *x, int ranks, int64_t done,
+                                         int64_t n, char *in)
+{
+    const size_t bytes = (size_t)n * 4;
+    if (x->away == NULL || n == 0) return upi_reduction_add(c, x, ranks, done, n, in);
+    if (x->accumulate) UPIPE_TRY(c->ops->copy(c, x->dst + done, x->away + done, bytes));
+    UPIPE_TRY(upi_reduction_add(c, x, ranks, done, n, in));
+    return c->ops->copy(c, x->away + done, x->dst + done, bytes);
 }
 
 /* upipe_reduction_run -- the sums over the ranks of comm; all of them call it with the same n, strip and sent
@@ -186,7 +199,7 @@ UPIPE_API upipe_status upi_reduce_check(upipe_ctx *c, const upipe_comm *comm, co
  */
 UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, upipe_comm *comm, float *data, int64_t n)
 {
-    upipe_reduction x = {data, data, n, UPIPE_REDUCE_STRIP, UPIPE_F32, 0};
+    upipe_reduction x = {data, data, n, UPIPE_REDUCE_STRIP, UPIPE_F32, 0, NULL};
     int64_t first, mark;
     upipe_status s;
     UPIPE_TRY(upi_reduce_check(c, comm, "a sum", n));

@@ -31,6 +31,7 @@ enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits 
  *   norm_eps     of these norms; 0 without any
  *   hidden       width of the hidden layer, F
  *   residual     nonzero: x is added to the result
+ *   result_scale the result is multiplied by it before x is added; 0 = 1
  *   tile_bytes   limit of a tile's tensors, without the product's scratch, at least that of UPIPE_SUM_ROWS
  *                rows; 0 = D rows
  */
@@ -38,7 +39,7 @@ typedef struct upipe_mlp {
     const void *w_gate, *w_up, *w_down;
     const float *norm_weight, *post_norm_weight;
     int64_t hidden;
-    float norm_eps;
+    float norm_eps, result_scale;
     int residual;
     size_t tile_bytes;
 } upipe_mlp;
@@ -53,6 +54,7 @@ typedef struct upipe_mlp_grads {
  *   norm_weight norm_eps  as in upipe_mlp
  *   scale       of all gradients, the weights' too: 1 / (valid targets of all ranks) for the gradient of the
  *               mean loss. The losses are not scaled. 0 = 1
+ *   logit_scale of the logits; 0 = 1
  *   tile_bytes  as in upipe_mlp; 0 = D * D / vocab rows, or those of the table's loss_bytes if they are more; at most D,
  *               at least UPIPE_TILE_LOSS_ROWS
  */
@@ -60,7 +62,7 @@ typedef struct upipe_head {
     const void *w;
     const float *norm_weight;
     int64_t vocab;
-    float norm_eps, scale;
+    float norm_eps, scale, logit_scale;
     size_t tile_bytes;
 } upipe_head;
 
@@ -71,12 +73,18 @@ typedef struct upipe_head_grads {
 
 /* ---- MLP ---- */
 
+/* Whether the product with w_down is not yet what is added to x. */
+UPIPE_API int upi_mlp_is_changed(const upipe_mlp *m)
+{
+    return m->post_norm_weight != NULL || m->result_scale != 0;
+}
+
 UPIPE_API upipe_status upi_mlp_tile_bytes(upi_tiling *t, const upipe_ops *ops, const upipe_mlp *m,
                                           upipe_view x, int backward, upipe_err *e)
 {
     size_t el = upipe_dtype_bytes(x.dtype), dim = (size_t)x.d, hidden = (size_t)m->hidden;
     t->row_bytes = (m->norm_weight != NULL ? dim * el : 0) + (backward ? 3 : 2) * hidden * el + dim * 4;
-    if (backward && m->post_norm_weight != NULL) t->row_bytes += dim * el;
+    if (backward && upi_mlp_is_changed(m)) t->row_bytes += dim * el;
     UPIPE_TRY(upi_tiles_fit(t, x.n, x.d, m->tile_bytes, backward ? "mlp_bwd" : "mlp_fwd", e));
     /* gate and up; then down, whose input's gradient has x's type */
     t->work_bytes = upipe_max_bytes(
@@ -112,6 +120,8 @@ UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe
     if (m->hidden < 1 || m->hidden > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
                           (long long)m->hidden);
+    if (!__builtin_isfinite(m->result_scale))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: result_scale %g", call, (double)m->result_scale);
     UPIPE_TRY(upi_tiles_norm_check(c, call, m->post_norm_weight,
                                    m->post_norm_weight != NULL ? m->norm_eps : 0,
                                    g != NULL ? g->post_norm_weight : NULL));
@@ -173,13 +183,14 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
                                UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
         if (m->post_norm_weight != NULL)
             UPIPE_TRY(c->ops->rmsnorm(c, sum, sum, m->post_norm_weight, m->norm_eps));
+        if (m->result_scale != 0) UPIPE_TRY(c->ops->scale(c, sum, sum, m->result_scale));
         if (m->residual && to.data != from.data) UPIPE_TRY(c->ops->cast(c, to, from));
         UPIPE_TRY(m->residual ? c->ops->add(c, to, sum) : c->ops->cast(c, to, sum));
     }
     return upi_tiles_free(c, &buf);
 }
 
-/* upipe_mlp_fwd -- y = [x +] [post_norm] down(silu(gate(n)) * up(n)), n = norm(x) or x
+/* upipe_mlp_fwd -- y = [x +] [result_scale *] [post_norm] down(silu(gate(n)) * up(n)), n = norm(x) or x
  *   y       [rows][1][D] view of x's type, written; may be x, otherwise does not overlap it
  *   x       [rows][1][D] view
  *   bytes   allocates upipe_mlp_bytes(..., 0)
@@ -217,13 +228,18 @@ UPIPE_API upipe_status upi_mlp_back(upipe_ctx *c, const upipe_mlp *m, const upi_
                         UPIPE_GEMM_ACCUMULATE, buf->work, t->work_bytes);
 }
 
-/* dy becomes the gradient of the MLP's result before its norm, in a block of its own; the result is made again. */
+/* dy becomes the gradient of the product with w_down, in a block of its own; for a norm the product is made again. */
 UPIPE_API upipe_status upi_mlp_post_back(upipe_ctx *c, const upipe_mlp *m, const upi_tiling *t,
                                          const upi_tiles_buf *buf, upipe_view sum, const upipe_mlp_grads *g,
                                          upipe_view *dy, upipe_view hidden)
 {
-    const upipe_view from = *dy;
+    upipe_view from = *dy;
     *dy = upipe_view_packed(buf->post, from.dtype, from.n, 1, from.d);
+    if (m->result_scale != 0) {
+        UPIPE_TRY(c->ops->scale(c, *dy, from, m->result_scale));
+        from = *dy;
+    }
+    if (m->post_norm_weight == NULL) return UPIPE_OK;
     UPIPE_TRY(c->ops->gemm(c, sum, hidden, upi_tiles_weight(m->w_down, from.dtype, from.d, m->hidden),
                            UPIPE_GEMM_TRANS_B, buf->work, t->work_bytes));
     return c->ops->rmsnorm_bwd(c, *dy, from, sum, m->post_norm_weight, m->norm_eps, g->post_norm_weight, 0);
@@ -239,7 +255,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
     UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x));
     UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[2], t.rows, m->hidden, upipe_dtype_bytes(x.dtype), UPIPE_USE_MLP,
                               "mlp_hidden"));
-    if (m->post_norm_weight != NULL)
+    if (upi_mlp_is_changed(m))
         UPIPE_TRY(upi_tiles_alloc(c, &buf.post, t.rows, x.d, upipe_dtype_bytes(x.dtype), UPIPE_USE_MLP,
                                   "mlp_post"));
     while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
@@ -249,7 +265,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
         upipe_view hidden = upipe_view_packed(buf.wide[2], x.dtype, at.n, 1, (int32_t)m->hidden);
         UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
         if (g->w_down != NULL || m->post_norm_weight != NULL) UPIPE_TRY(c->ops->swiglu(c, hidden, gate, up));
-        if (m->post_norm_weight != NULL) UPIPE_TRY(upi_mlp_post_back(c, m, &t, &buf, sum, g, &above, hidden));
+        if (upi_mlp_is_changed(m)) UPIPE_TRY(upi_mlp_post_back(c, m, &t, &buf, sum, g, &above, hidden));
         if (g->w_down != NULL)
             UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_down, UPIPE_F32, x.d, 1, (int32_t)m->hidden),
                                    above, hidden, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, buf.work,
@@ -342,6 +358,8 @@ UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upip
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a vocabulary of %lld", call, (long long)h->vocab);
     if (!__builtin_isfinite(h->scale))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: scale %g", call, (double)h->scale);
+    if (!__builtin_isfinite(h->logit_scale))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: logit_scale %g", call, (double)h->logit_scale);
     return upi_tiles_norm_check(c, call, h->norm_weight, h->norm_eps, norm_weight_grad);
 }
 
@@ -391,6 +409,10 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
         entropy.targets = targets + at.row;
         entropy.scale = h->scale == 0 ? 1.0f : h->scale;
         UPIPE_TRY(c->ops->gemm(c, entropy.logits, normed, w, UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
+        if (h->logit_scale != 0) {
+            UPIPE_TRY(c->ops->scale(c, entropy.logits, entropy.logits, h->logit_scale));
+            entropy.scale *= h->logit_scale;
+        }
         UPIPE_TRY(upi_loss_entropy(c, &entropy, at.row));
         if (g == NULL) continue;
         if (g->w != NULL)

@@ -28,6 +28,9 @@
  * Sums over ranks are f32 chains in rank order. An element's sum depends neither on the stage nor on the strip, if a
  * unit's gradients begin and end once a step. All ranks make the same calls in the same order.
  *
+ * With `weights_away` and `grads_away` these shards are in host memory, where the optimizer's states are and its update
+ * runs.
+ *
  * Weights that are gathered for each use lie elsewhere in the backward: upipe_layer.id tells the layer then.
  *
  * With `side` a unit can be gathered ahead, on the side stream and by a communicator of its own:
@@ -72,6 +75,10 @@ UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
         if (upi_zero_n(z, u) < 0)
             return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d has %lld elements", u,
                               (long long)upi_zero_n(z, u));
+    if ((z->weights_away && !upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) ||
+        (z->grads_away && !upipe_zero_sharded(z, UPIPE_ZERO_GRADS)))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: %s are away in stage %d, which keeps them whole",
+                          z->grads_away ? "gradients" : "parameters", z->stage);
     if (z->side != NULL && z->side_world == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a side stream without a communicator of its own");
     return UPIPE_OK;
@@ -170,6 +177,7 @@ UPIPE_API upipe_status upipe_zero_weights_begin(upipe_ctx *c, upipe_zero *z, int
                         "weights", &c->err);
     if (s == UPIPE_OK) s = upi_zero_gather(c, z->world, z, unit, data);
     if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);
+    z->moved += upi_zero_fetched(z, unit);
     *w = data;
     return UPIPE_OK;
 }
@@ -202,11 +210,13 @@ UPIPE_API upipe_status upipe_zero_weights_gather(upipe_ctx *c, upipe_zero *z)
 
 /* ---- gradients ---- */
 
-/* upipe_zero_grads_clear -- all that this rank holds of them is 0, at the start of a step */
+/* upipe_zero_grads_clear -- all that this rank holds of them is 0, at the start of a step; where they are away, they
+ *                           count as 0 */
 UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, upipe_zero *z)
 {
     UPIPE_TRY(upi_zero_args(c, z));
-    z->summed = z->lent = 0;
+    z->summed = z->lent = z->round = 0;
+    if (z->grads_away) return UPIPE_OK;
     return c->ops->zero(c, z->grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4);
 }
 
@@ -241,14 +251,15 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
 /* upipe_zero_grads_first -- upipe_zero_grads_begin for the unit whose end comes before that of any other: nothing is in
  *                           the shard of the gradients yet, and its front serves where it is large enough
  *   bytes   stages 2 and 3: none if the slices that precede this unit's in the shard have as many elements as the unit.
- *           Else, or where a unit has ended since upipe_zero_grads_clear, those of upipe_zero_grads_begin
+ *           Else, with grads_away, or where a unit has ended since upipe_zero_grads_clear, those of
+ *           upipe_zero_grads_begin
  *   errors  as upipe_zero_grads_begin; and then upipe_zero_grads_end refuses any other unit before this one
  */
 UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int unit, float **g)
 {
     if (g != NULL) *g = NULL;
     UPIPE_TRY(upi_zero_unit(c, z, unit, g));
-    if (z->stage < 2 || z->summed || z->lent || upi_zero_n(z, unit) == 0 ||
+    if (z->stage < 2 || z->grads_away || z->summed || z->lent || upi_zero_n(z, unit) == 0 ||
         upipe_zero_slice(z, unit).at < upi_zero_n(z, unit))
         return upipe_zero_grads_begin(c, z, unit, g);
     z->lent = unit + 1;
@@ -257,15 +268,21 @@ UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int u
 }
 
 /* The sums over ranks of a unit's gradients, whole in g, go to this rank's slice. */
-UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit, const float *g)
+UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit, float *g)
 {
     upipe_reduction x;
+    x.away = NULL;
     x.dst = (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
     x.terms = g;
     x.n = upi_zero_n(z, unit);
     x.strip = upi_zero_strip(z);
     x.sent = upi_zero_sent(z);
     x.accumulate = z->stage >= 2;
+    if (z->grads_away) {
+        x.away = x.dst;
+        x.dst = g + (upipe_zero_slice(z, unit).first - z->first[unit]);
+        x.accumulate = z->round > 0;
+    }
     return x.n > 0 ? upipe_reduction_run(c, z->world, &x) : UPIPE_OK;
 }
 
@@ -279,7 +296,8 @@ UPIPE_API upipe_status upi_zero_grads_back(upipe_ctx *c, upipe_zero *z, int unit
 
 /* upipe_zero_grads_end -- the unit's gradients are whole, on every rank; g is not used any more
  *   bytes   stages 2 and 3: sends 4 (2 with `sent` bf16) for each element of the other ranks' slices; allocates
- *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing
+ *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing. With grads_away `moved` grows by 4
+ *           for each element of the slice, and in later rounds by 8
  *   g       what begin or first gave for this unit. Of another block of the pool it is not known whose it is
  *   errors  ARG (no such unit, g is NULL, upipe_zero_grads_first's unit has not ended or g is its), MEMORY; others as
  *           upipe_comm_wait. For all but ARG the world, ctx->team and ctx->ring are aborted
@@ -295,6 +313,7 @@ UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int uni
                           z->lent ? "and another one has been lent the shard" : "and has not begun");
     z->summed = 1;
     s = upi_zero_sum(c, z, unit, g);
+    if (z->grads_away) z->moved += upipe_zero_slice(z, unit).n * (z->round > 0 ? 8 : 4);
     if (s == UPIPE_OK) s = upi_zero_grads_back(c, z, unit, g);
     if (s == UPIPE_OK) return s;
     upi_zero_unwind(c, z, s, mark);

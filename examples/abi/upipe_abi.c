@@ -1,12 +1,19 @@
 /* upipe_abi.c -- see upipe_abi.h */
-#include "upipe/net/upipe_net_tcp.h"
-#include "upipe/net/upipe_net_threads.h"
+#include "upipe_abi.h"
+
+#include "team_mpi.h"
+#include "team_nccl.h"
 #include "upipe/upipe.h"
-#include "upipe/cpu/upipe_cpu.h"
+
+#include "compute.h"
 
 #include <unistd.h>
 
-#include "upipe_abi.h"
+_Static_assert((int)UPIPE_ABI_RING_P2P == (int)UPIPE_RING_P2P &&
+                   (int)UPIPE_ABI_RING_ALL_GATHER == (int)UPIPE_RING_ALL_GATHER,
+               "ring modes as the library's");
+_Static_assert((int)UPIPE_ABI_ZIGZAG == (int)UPIPE_ZIGZAG && (int)UPIPE_ABI_STRIPED == (int)UPIPE_STRIPED,
+               "layouts as the library's");
 
 /* Each forward holds a block until its backward, a call some more: the dry run's table has UPIPE_DRY_BLOCKS_MAX. */
 enum { LAYERS_MAX = 1000 };
@@ -20,15 +27,14 @@ typedef struct abi_rank {
     upipe_saved *saved; /* [layers] */
     int64_t *cu_seqlens;
     int64_t sequences;
+    abi_compute compute;
+    char busy; /* atomic: in a call */
 } abi_rank;
 
 typedef struct abi {
     upipe_abi_desc desc;
-    upipe_ops ops;
-    upipe_threads team; /* where all ranks are here */
-    upipe_tcp tcp;      /* where one is */
-    int first, here;    /* this process has the ranks first .. first + here - 1 */
-    abi_rank *rank;     /* [here] */
+    abi_team team;
+    abi_rank *rank; /* [team.here] */
     pid_t process;
     uintptr_t handle;
     struct abi *next;
@@ -40,6 +46,12 @@ static pthread_mutex_t abi_lock = PTHREAD_MUTEX_INITIALIZER;
 static uintptr_t abi_handles; /* given so far */
 static abi *abi_first;        /* the open ones */
 
+/* The rank of a handle that this thread's last call was refused for, as another thread's was not over. */
+static __thread struct {
+    uintptr_t handle;
+    int rank;
+} abi_clash;
+
 static upipe_abi *abi_enter(abi *u)
 {
     pthread_mutex_lock(&abi_lock);
@@ -50,23 +62,32 @@ static upipe_abi *abi_enter(abi *u)
     return (upipe_abi *)u->handle;
 }
 
-/* What is behind a handle; NULL: it is not open. With `leave` it is closed from now on. */
-static abi *abi_of(const upipe_abi *handle, int leave)
+/* What is behind a handle; NULL: it is not open. */
+static abi *abi_of(const upipe_abi *handle)
 {
-    abi **at = &abi_first, *u;
+    abi *u;
     pthread_mutex_lock(&abi_lock);
-    while (*at != NULL && (*at)->handle != (uintptr_t)handle) at = &(*at)->next;
-    u = *at;
-    if (leave && u != NULL) *at = u->next;
+    for (u = abi_first; u != NULL && u->handle != (uintptr_t)handle;) u = u->next;
     pthread_mutex_unlock(&abi_lock);
     return u;
+}
+
+/* The handle is closed from now on. */
+static void abi_leave_list(abi *u)
+{
+    abi **at = &abi_first;
+    pthread_mutex_lock(&abi_lock);
+    while (*at != u) at = &(*at)->next;
+    *at = u->next;
+    pthread_mutex_unlock(&abi_lock);
 }
 
 /* A rank of a handle; NULL: there is none, or the handle is a forked parent's. */
 static abi_rank *abi_rank_of(abi *u, int rank)
 {
     if (u == NULL || u->process != getpid()) return NULL;
-    return rank >= u->first && rank < u->first + u->here ? &u->rank[rank - u->first] : NULL;
+    return rank >= u->team.first && rank < u->team.first + u->team.here ? &u->rank[rank - u->team.first]
+                                                                        : NULL;
 }
 
 static upipe_view abi_view(const void *data, const upipe_plan *p, int heads)
@@ -74,13 +95,20 @@ static upipe_view abi_view(const void *data, const upipe_plan *p, int heads)
     return upipe_view_packed((void *)(uintptr_t)data, p->desc.dtype, p->rows, heads, p->desc.head_dim);
 }
 
+/* A call without tensors. */
+static upipe_qkv abi_masked(const upipe_abi_desc *d, const abi_rank *r)
+{
+    upipe_qkv a = {0};
+    a.plan = &r->plan, a.scale = d->scale, a.mask.causal = d->causal, a.mask.window = d->window;
+    a.mask.softcap = d->softcap, a.mask.cu_seqlens = r->cu_seqlens, a.mask.cu_seqlens_n = r->sequences;
+    return a;
+}
+
 static upipe_qkv abi_call(const upipe_abi_desc *d, const abi_rank *r, const void *o, const void *q,
                           const void *k, const void *v)
 {
     const upipe_plan *p = &r->plan;
-    upipe_qkv a = {0};
-    a.plan = p, a.scale = d->scale, a.mask.causal = d->causal, a.mask.window = d->window;
-    a.mask.softcap = d->softcap, a.mask.cu_seqlens = r->cu_seqlens, a.mask.cu_seqlens_n = r->sequences;
+    upipe_qkv a = abi_masked(d, r);
     a.q = abi_view(q, p, p->desc.heads), a.k = abi_view(k, p, p->desc.kv_heads);
     a.v = abi_view(v, p, p->desc.kv_heads), a.o = abi_view(o, p, p->desc.heads);
     return a;
@@ -93,8 +121,12 @@ static upipe_status abi_read(upipe_abi_desc *out, const upipe_abi_desc *desc, up
     *out = *desc;
     if (out->ranks == 0) out->ranks = 1;
     if (out->layers == 0) out->layers = 1;
+    if (out->ring == 0) out->ring = 1;
     if (out->ranks < 0 || out->ranks > UPIPE_DRY_RANKS_MAX)
         return upipe_fail(err, UPIPE_ERR_ARG, "%d ranks, at most %d", (int)out->ranks,
+                          (int)UPIPE_DRY_RANKS_MAX);
+    if (out->ring < 0 || out->ring > UPIPE_DRY_RANKS_MAX)
+        return upipe_fail(err, UPIPE_ERR_ARG, "a ring of %d ranks, at most %d", (int)out->ring,
                           (int)UPIPE_DRY_RANKS_MAX);
     if (out->layers < 0 || out->layers > LAYERS_MAX)
         return upipe_fail(err, UPIPE_ERR_ARG, "%d layers, at most %d", (int)out->layers, (int)LAYERS_MAX);
@@ -112,7 +144,9 @@ static upipe_status abi_dry(const upipe_abi_desc *desc, int rank, const upipe_op
     upipe_qkv a;
     float none = 0;
     int i;
-    d.tokens = desc->tokens, d.batch = desc->batch, d.ranks = desc->ranks, d.rank = rank;
+    d.tokens = desc->tokens, d.batch = desc->batch, d.ranks = desc->ranks, d.rank = rank % desc->ranks;
+    d.ring = desc->ring, d.ring_rank = rank / desc->ranks, d.ring_inner = desc->ring_inner;
+    d.ring_mode = (upipe_ring_mode)desc->ring_mode, d.layout = (upipe_layout)desc->layout;
     d.heads = desc->heads, d.kv_heads = desc->kv_heads, d.head_dim = desc->head_dim;
     d.chunk = desc->chunk, d.dtype = desc->dtype == UPIPE_ABI_BF16 ? UPIPE_BF16 : UPIPE_F32;
     UPIPE_TRY(upipe_plan_init(&r->plan, &d, err));
@@ -132,75 +166,81 @@ static upipe_status abi_dry(const upipe_abi_desc *desc, int rank, const upipe_op
 /* Plan, slab and pool of a rank. */
 static upipe_status abi_rank_open(abi *u, int rank, upipe_dry *dry, upipe_err *err)
 {
-    abi_rank *r = &u->rank[rank - u->first];
+    abi_rank *r = &u->rank[rank - u->team.first];
+    upipe_err why;
+    UPIPE_TRY(abi_compute_open(&r->compute, err));
     r->saved = (upipe_saved *)calloc((size_t)u->desc.layers, sizeof *r->saved);
     if (r->saved == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
-    UPIPE_TRY(abi_dry(&u->desc, rank, &u->ops, r, dry, err));
+    UPIPE_TRY(abi_dry(&u->desc, rank, &r->compute.ops, r, dry, err));
     r->blocks = (upipe_mem_block *)malloc((size_t)dry->mem.blocks_peak * sizeof *r->blocks);
-    if (r->blocks == NULL || posix_memalign(&r->slab, UPIPE_MEM_ALIGN, dry->mem.need) != 0)
+    if (r->blocks == NULL || abi_slab(&r->slab, dry->mem.need, &why) != UPIPE_OK)
         return upipe_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for rank %d", dry->mem.need, rank);
     upipe_mem_init(&r->mem, r->slab, dry->mem.need, r->blocks, dry->mem.blocks_peak);
-    r->ctx.ops = &u->ops, r->ctx.mem = &r->mem;
-    r->ctx.team = u->tcp.buf != NULL ? &u->tcp.comm : upipe_threads_comm(&u->team, rank);
+    r->ctx.ops = &r->compute.ops, r->ctx.mem = &r->mem;
+    abi_team_use(&u->team, rank, &r->ctx);
     return UPIPE_OK;
 }
 
+/* A slab that others may still read is left to them. */
 static void abi_free(abi *u)
 {
     int i;
     if (u == NULL) return;
-    for (i = 0; i < u->here; ++i) {
-        if (u->rank[i].slab != NULL) {
-            upipe_mem_rewind(&u->rank[i].mem, 0);
-            upipe_mem_destroy(&u->rank[i].mem, NULL);
+    abi_team_free(&u->team);
+    for (i = 0; u->rank != NULL && i < u->team.here; ++i) {
+        abi_rank *r = &u->rank[i];
+        if (r->slab != NULL) {
+            upipe_mem_rewind(&r->mem, 0);
+            upipe_mem_destroy(&r->mem, NULL);
         }
-        free(u->rank[i].slab);
-        free(u->rank[i].blocks);
-        free(u->rank[i].saved);
-        free(u->rank[i].cu_seqlens);
+        if (!u->team.kept) abi_slab_free(&r->compute, r->slab);
+        abi_compute_close(&r->compute);
+        free(r->blocks);
+        free(r->saved);
+        free(r->cu_seqlens);
     }
-    upipe_threads_free(&u->team);
-    (void)upipe_tcp_free(&u->tcp, NULL);
     free(u->rank);
     free(u);
-}
-
-enum { ABI_DEADLINE = 60 };
-
-/* All ranks, or the one whose sockets these are. */
-static upipe_status abi_make(abi **out, const upipe_abi_desc *desc, int rank, const int *headers,
-                             const int *data, upipe_err *err)
-{
-    abi *u = (abi *)calloc(1, sizeof *u);
-    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    const int ranks = desc->ranks, here = headers != NULL ? 1 : ranks;
-    upipe_status s = UPIPE_ERR_MEMORY;
-    if (u != NULL) {
-        u->desc = *desc;
-        u->process = getpid();
-        u->first = headers != NULL ? rank : 0;
-        u->rank = (abi_rank *)calloc((size_t)here, sizeof *u->rank);
-        upipe_cpu_ops(&u->ops);
-    }
-    if (u == NULL || dry == NULL || u->rank == NULL)
-        upipe_fail(err, s, "memory is out");
-    else if (headers != NULL)
-        s = upipe_tcp_init(&u->tcp, headers, data, rank, ranks, ABI_DEADLINE, err);
-    else
-        s = upipe_threads_init(&u->team, ranks, ABI_DEADLINE, err);
-    while (s == UPIPE_OK && u->here < here) {
-        s = abi_rank_open(u, u->first + u->here, dry, err);
-        ++u->here;
-    }
-    free(dry);
-    *out = s == UPIPE_OK ? u : NULL;
-    if (s != UPIPE_OK) abi_free(u);
-    return s;
 }
 
 static void abi_report(const upipe_err *err, char *why, size_t why_bytes)
 {
     if (why != NULL && why_bytes > 0) snprintf(why, why_bytes, "%s", err->text);
+}
+
+/* Without ranks yet. */
+static abi *abi_new(const upipe_abi_desc *desc, upipe_err *err)
+{
+    abi *u = (abi *)calloc(1, sizeof *u);
+    if (u == NULL) {
+        upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
+        return NULL;
+    }
+    u->desc = *desc;
+    u->process = getpid();
+    return u;
+}
+
+/* The ranks of a team that has been made, or failed with `s`. A rank that fails here tells the others why. */
+static upipe_abi *abi_open(abi *u, upipe_status s, upipe_err *err, char *why, size_t why_bytes)
+{
+    upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+    const int here = u != NULL ? u->team.here : 0;
+    upipe_ctx c;
+    int i;
+    if (s == UPIPE_OK) {
+        u->rank = (abi_rank *)calloc((size_t)here, sizeof *u->rank);
+        if (dry == NULL || u->rank == NULL) s = upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
+        for (i = 0; s == UPIPE_OK && i < here; ++i) s = abi_rank_open(u, u->team.first + i, dry, err);
+        memset(&c, 0, sizeof c);
+        abi_team_use(&u->team, u->team.first, &c);
+        if (s != UPIPE_OK) upipe_comm_abort(c.team, err->text), upipe_comm_abort(c.ring, err->text);
+    }
+    free(dry);
+    if (s == UPIPE_OK) return abi_enter(u);
+    abi_free(u);
+    abi_report(err, why, why_bytes);
+    return NULL;
 }
 
 int upipe_abi_version(void)
@@ -210,8 +250,21 @@ int upipe_abi_version(void)
 
 int upipe_abi_can(const char *name)
 {
-    static const char *const names[] = {"cpu",     "f32",        "bf16",    "window",
-                                        "softcap", "cu_seqlens", "threads", "sockets"};
+    static const char *const names[] = {
+        "f32",  "bf16",   "window",  "softcap", "cu_seqlens", "threads",
+        "ring", "zigzag", "striped", "fused",   "sbh3d",
+#ifdef UPIPE_WITH_CUDA
+        "cuda",
+#else
+        "cpu",  "sockets",
+#endif
+#ifdef UPIPE_WITH_MPI
+        "mpi",
+#endif
+#ifdef UPIPE_WITH_NCCL
+        "nccl",
+#endif
+    };
     size_t i;
     for (i = 0; name != NULL && i < sizeof names / sizeof *names; ++i)
         if (strcmp(name, names[i]) == 0) return 1;
@@ -227,13 +280,13 @@ int64_t upipe_abi_need(const upipe_abi_desc *desc, int rank, char *why, size_t w
     upipe_ops ops;
     upipe_status s = abi_read(&d, desc, &err);
     int64_t need;
-    if (s == UPIPE_OK && (rank < 0 || rank >= d.ranks))
-        s = upipe_fail(&err, UPIPE_ERR_ARG, "rank %d of %d", rank, (int)d.ranks);
+    if (s == UPIPE_OK && (rank < 0 || rank >= d.ranks * d.ring))
+        s = upipe_fail(&err, UPIPE_ERR_ARG, "rank %d of %d", rank, (int)(d.ranks * d.ring));
     if (s == UPIPE_OK) {
         r.saved = (upipe_saved *)calloc((size_t)d.layers, sizeof *r.saved);
         if (dry == NULL || r.saved == NULL) s = upipe_fail(&err, UPIPE_ERR_MEMORY, "memory is out");
     }
-    upipe_cpu_ops(&ops);
+    abi_plan_ops(&ops);
     if (s == UPIPE_OK) s = abi_dry(&d, rank, &ops, &r, dry, &err);
     need = s == UPIPE_OK ? (int64_t)dry->mem.need : -1;
     free(r.saved);
@@ -247,11 +300,9 @@ upipe_abi *upipe_abi_open(const upipe_abi_desc *desc, char *why, size_t why_byte
     upipe_err err = {{0}, UPIPE_OK};
     upipe_abi_desc d;
     upipe_status s = abi_read(&d, desc, &err);
-    abi *u = NULL;
-    if (s == UPIPE_OK) s = abi_make(&u, &d, 0, NULL, NULL, &err);
-    if (s == UPIPE_OK) return abi_enter(u);
-    abi_report(&err, why, why_bytes);
-    return NULL;
+    abi *u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
+    if (u != NULL) s = abi_team_threads(&u->team, d.ranks, d.ring, &err);
+    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
 }
 
 upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int rank, const int *headers, const int *data,
@@ -260,131 +311,415 @@ upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int rank, const in
     upipe_err err = {{0}, UPIPE_OK};
     upipe_abi_desc d;
     upipe_status s = abi_read(&d, desc, &err);
-    abi *u = NULL;
+    abi *u;
     if (s == UPIPE_OK && (headers == NULL || data == NULL))
         s = upipe_fail(&err, UPIPE_ERR_ARG, "the sockets are NULL");
-    if (s == UPIPE_OK) s = abi_make(&u, &d, rank, headers, data, &err);
-    if (s == UPIPE_OK) return abi_enter(u);
-    abi_report(&err, why, why_bytes);
-    return NULL;
+    if (s == UPIPE_OK) s = abi_compute_by_host(&err);
+    u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
+    if (u != NULL) s = abi_team_sockets(&u->team, d.ranks, d.ring, rank, headers, data, &err);
+    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
+}
+
+upipe_abi *upipe_abi_open_mpi(const upipe_abi_desc *desc, const void *comm, char *why, size_t why_bytes)
+{
+    upipe_err err = {{0}, UPIPE_OK};
+    upipe_abi_desc d;
+    upipe_status s = abi_read(&d, desc, &err);
+    abi *u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
+    if (u != NULL) s = abi_team_mpi(&u->team, d.ranks, d.ring, comm, &err);
+    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
+}
+
+/* One of comm and id is NULL. */
+static upipe_abi *abi_open_nccl(const upipe_abi_desc *desc, int rank, void *comm, const void *id, char *why,
+                                size_t why_bytes)
+{
+    upipe_err err = {{0}, UPIPE_OK};
+    upipe_abi_desc d;
+    upipe_status s = abi_read(&d, desc, &err);
+    abi *u;
+    if (s == UPIPE_OK && comm == NULL && id == NULL)
+        s = upipe_fail(&err, UPIPE_ERR_ARG, "the communicator, or its id, is NULL");
+    u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
+    if (u != NULL) s = abi_team_nccl(&u->team, d.ranks, d.ring, rank, comm, id, &err);
+    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
+}
+
+upipe_abi *upipe_abi_open_nccl(const upipe_abi_desc *desc, void *comm, char *why, size_t why_bytes)
+{
+    return abi_open_nccl(desc, 0, comm, NULL, why, why_bytes);
+}
+
+upipe_abi *upipe_abi_open_nccl_id(const upipe_abi_desc *desc, int rank, const void *id, char *why,
+                                  size_t why_bytes)
+{
+    return abi_open_nccl(desc, rank, NULL, id, why, why_bytes);
+}
+
+int upipe_abi_nccl_id(void *id, char *why, size_t why_bytes)
+{
+    upipe_err err = {{0}, UPIPE_OK};
+    const upipe_status s =
+        id != NULL ? abi_nccl_id(id, &err) : upipe_fail(&err, UPIPE_ERR_ARG, "no place for the id");
+    if (s != UPIPE_OK) abi_report(&err, why, why_bytes);
+    return (int)s;
 }
 
 int64_t upipe_abi_rows(const upipe_abi *handle, int rank, int64_t *first)
 {
-    const abi_rank *r = abi_rank_of(abi_of(handle, 0), rank);
-    int64_t none;
-    if (first != NULL) *first = -1;
-    return r != NULL ? upipe_plan_tokens(&r->plan, rank, first != NULL ? first : &none) : -1;
+    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
+    if (first != NULL) *first = r != NULL ? upipe_shard_pos(&r->plan.shard, 0) : -1;
+    return r != NULL ? r->plan.local : -1;
 }
 
-/* A refused call is a failed rank's: the others are in theirs already, or on their way. */
-static int abi_leave(abi_rank *r, upipe_status s)
+int upipe_abi_positions(const upipe_abi *handle, int rank, int64_t *positions)
 {
-    upipe_comm_abort(r->ctx.team, r->ctx.err.text);
-    return (int)s;
+    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
+    int64_t i;
+    if (r == NULL || positions == NULL) return (int)UPIPE_ERR_ARG;
+    for (i = 0; i < r->plan.local; ++i) positions[i] = upipe_shard_pos(&r->plan.shard, i);
+    return 0;
 }
 
 /* A call of a rank that is not there: some other rank does not make its own. */
 static int abi_nobody(abi *u, int rank)
 {
     upipe_err err;
-    upipe_fail(&err, UPIPE_ERR_ARG, "a call of rank %d of %d", rank, u != NULL ? (int)u->desc.ranks : 0);
-    if (u != NULL && u->process == getpid()) upipe_comm_abort(u->rank[0].ctx.team, err.text);
+    upipe_fail(&err, UPIPE_ERR_ARG, "a call of rank %d of %d", rank,
+               u != NULL ? (int)(u->desc.ranks * u->desc.ring) : 0);
+    if (u != NULL && u->process == getpid()) {
+        upipe_comm_abort(u->rank[0].ctx.team, err.text);
+        upipe_comm_abort(u->rank[0].ctx.ring, err.text);
+    }
     return (int)UPIPE_ERR_ARG;
+}
+
+/* One call at a time: 0, or another thread's is not over. */
+static int abi_begin(const abi *u, abi_rank *r, int rank)
+{
+    const int busy = __atomic_test_and_set(&r->busy, __ATOMIC_ACQUIRE);
+    abi_clash.handle = busy ? u->handle : 0;
+    abi_clash.rank = rank;
+    return busy ? (int)UPIPE_ERR_ARG : 0;
+}
+
+static int abi_end(abi_rank *r, upipe_status s)
+{
+    __atomic_clear(&r->busy, __ATOMIC_RELEASE);
+    return (int)s;
+}
+
+/* A refused call is a failed rank's: the others are in theirs already, or on their way. */
+static int abi_refuse(abi_rank *r, upipe_status s)
+{
+    upipe_comm_abort(r->ctx.team, r->ctx.err.text);
+    upipe_comm_abort(r->ctx.ring, r->ctx.err.text);
+    return abi_end(r, s);
 }
 
 int upipe_abi_pack(upipe_abi *handle, int rank, const int64_t *cu_seqlens, int64_t n)
 {
-    abi *u = abi_of(handle, 0);
+    abi *u = abi_of(handle);
     abi_rank *r = abi_rank_of(u, rank);
     int64_t *copy;
+    int s;
     if (r == NULL) return abi_nobody(u, rank);
+    if ((s = abi_begin(u, r, rank)) != 0) return s;
     if (n < 0 || (n > 0 && cu_seqlens == NULL) || (uint64_t)n >= SIZE_MAX / sizeof *copy)
-        return abi_leave(r,
-                         upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "%lld packed sequences, cu_seqlens is %sNULL",
-                                    (long long)n, cu_seqlens != NULL ? "not " : ""));
+        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                        "%lld packed sequences, cu_seqlens is %sNULL", (long long)n,
+                                        cu_seqlens != NULL ? "not " : ""));
     copy = n > 0 ? (int64_t *)malloc(((size_t)n + 1) * sizeof *copy) : NULL;
     if (n > 0 && copy == NULL)
-        return abi_leave(r, upipe_fail(&r->ctx.err, UPIPE_ERR_MEMORY, "memory is out"));
+        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_MEMORY, "memory is out"));
     if (n > 0) memcpy(copy, cu_seqlens, ((size_t)n + 1) * sizeof *copy);
     free(r->cu_seqlens);
     r->cu_seqlens = copy;
     r->sequences = n;
-    return 0;
+    return abi_end(r, UPIPE_OK);
+}
+
+int upipe_abi_stream(upipe_abi *handle, int rank, void *stream)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_status s;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    s = abi_stream_fits(stream, &r->ctx.err);
+    if (s != UPIPE_OK) return abi_refuse(r, s);
+    if (stream != r->ctx.stream) s = r->ctx.ops->sync(&r->ctx); /* the pool's blocks are in use there */
+    r->ctx.stream = stream;
+    return abi_end(r, s);
+}
+
+int upipe_abi_sync(upipe_abi *handle, int rank)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    return abi_end(r, r->ctx.ops->sync(&r->ctx));
+}
+
+/* The tensors are where the handle computes. */
+static upipe_status abi_fits(abi_rank *r, const upipe_qkv *a, const upipe_qkv_grads *g)
+{
+    const struct {
+        const char *name;
+        const void *data;
+    } t[] = {{"q", a->q.data},
+             {"k", a->k.data},
+             {"v", a->v.data},
+             {"o", a->o.data},
+             {"dout", g != NULL ? g->dout.data : NULL},
+             {"dq", g != NULL ? g->dq.data : NULL},
+             {"dk", g != NULL ? g->dk.data : NULL},
+             {"dv", g != NULL ? g->dv.data : NULL}};
+    size_t i;
+    UPIPE_TRY(abi_compute_here(&r->compute, &r->ctx.err));
+    for (i = 0; i < sizeof t / sizeof *t; ++i)
+        UPIPE_TRY(abi_compute_fits(&r->compute, t[i].name, t[i].data, &r->ctx.err));
+    return UPIPE_OK;
+}
+
+static int abi_fwd(abi *u, abi_rank *r, int layer, const upipe_qkv *a)
+{
+    upipe_status s;
+    if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
+        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                        "forward %d of %d, or again before its backward", layer,
+                                        (int)u->desc.layers));
+    s = abi_fits(r, a, NULL);
+    if (s != UPIPE_OK) return abi_refuse(r, s);
+    return abi_end(r, upipe_qkv_fwd(&r->ctx, a, &r->saved[layer]));
+}
+
+static int abi_bwd(abi *u, abi_rank *r, int layer, const upipe_qkv *a, const upipe_qkv_grads *g)
+{
+    upipe_status s;
+    if (layer < 0 || layer >= u->desc.layers)
+        return abi_refuse(
+            r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)u->desc.layers));
+    s = abi_fits(r, a, g);
+    if (s != UPIPE_OK) return abi_refuse(r, s);
+    return abi_end(r, upipe_qkv_bwd(&r->ctx, a, g, &r->saved[layer]));
 }
 
 int upipe_abi_qkv_fwd(upipe_abi *handle, int rank, int layer, void *o, const void *q, const void *k,
                       const void *v)
 {
-    abi *u = abi_of(handle, 0);
+    abi *u = abi_of(handle);
     abi_rank *r = abi_rank_of(u, rank);
     upipe_qkv a;
     if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
     a = abi_call(&u->desc, r, o, q, k, v);
-    if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
-        return abi_leave(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
-                                       "forward %d of %d, or again before its backward", layer,
-                                       (int)u->desc.layers));
-    return (int)upipe_qkv_fwd(&r->ctx, &a, &r->saved[layer]);
+    return abi_fwd(u, r, layer, &a);
 }
 
 int upipe_abi_qkv_bwd(upipe_abi *handle, int rank, int layer, void *dq, void *dk, void *dv, const void *dout,
                       const void *o, const void *q, const void *k, const void *v)
 {
-    abi *u = abi_of(handle, 0);
+    abi *u = abi_of(handle);
     abi_rank *r = abi_rank_of(u, rank);
     upipe_qkv_grads g;
+    upipe_qkv a, d;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    a = abi_call(&u->desc, r, o, q, k, v);
+    d = abi_call(&u->desc, r, dout, dq, dk, dv);
+    g = upipe_qkv_grads_of(&d);
+    return abi_bwd(u, r, layer, &a, &g);
+}
+
+/* The views of a tensor with Q, K and V, and of O or its gradient. */
+static upipe_status abi_fused(const abi *u, abi_rank *r, upipe_qkv *a, const void *qkv, const void *o)
+{
+    const upipe_qkv call = abi_masked(&u->desc, r);
+    if (qkv == NULL || o == NULL) return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "a tensor is NULL");
+    *a = upipe_qkv_fused(&call, (void *)(uintptr_t)qkv, (void *)(uintptr_t)o, r->plan.desc.dtype);
+    return UPIPE_OK;
+}
+
+int upipe_abi_fused_fwd(upipe_abi *handle, int rank, int layer, void *o, const void *qkv)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
     upipe_qkv a;
     if (r == NULL) return abi_nobody(u, rank);
-    if (layer < 0 || layer >= u->desc.layers)
-        return abi_leave(
-            r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)u->desc.layers));
-    a = abi_call(&u->desc, r, o, q, k, v);
-    g.dout = abi_view(dout, a.plan, a.plan->desc.heads), g.dq = abi_view(dq, a.plan, a.plan->desc.heads);
-    g.dk = abi_view(dk, a.plan, a.plan->desc.kv_heads), g.dv = abi_view(dv, a.plan, a.plan->desc.kv_heads);
-    g.dsinks = NULL;
-    return (int)upipe_qkv_bwd(&r->ctx, &a, &g, &r->saved[layer]);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_fused(u, r, &a, qkv, o) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
+    return abi_fwd(u, r, layer, &a);
+}
+
+int upipe_abi_fused_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, const void *dout, const void *o,
+                        const void *qkv)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_qkv_grads g;
+    upipe_qkv a, d;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_fused(u, r, &a, qkv, o) != UPIPE_OK || abi_fused(u, r, &d, dqkv, dout) != UPIPE_OK)
+        return abi_refuse(r, r->ctx.err.status);
+    g = upipe_qkv_grads_of(&d);
+    return abi_bwd(u, r, layer, &a, &g);
+}
+
+static upipe_status abi_sbh3d(const abi *u, abi_rank *r, upipe_qkv *a, const void *qkv, const void *o,
+                              int batch, int b)
+{
+    const upipe_qkv call = abi_masked(&u->desc, r);
+    const upipe_plan_desc *d = &r->plan.desc;
+    if (d->batch != 1)
+        return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                          "one sequence of [T][B][H][3][d], and the handle has batch %lld, not 1",
+                          (long long)d->batch);
+    if (d->kv_heads != d->heads)
+        return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                          "[T][B][H][3][d] has as many heads of K as of Q, and the handle %d and %d",
+                          d->kv_heads, d->heads);
+    if (b < 0 || b >= batch || batch > INT32_MAX / d->heads)
+        return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "sequence %d of %d", b, batch);
+    if (qkv == NULL || o == NULL) return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "a tensor is NULL");
+    *a = upipe_qkv_sbh3d(&call, (void *)(uintptr_t)qkv, (void *)(uintptr_t)o, d->dtype, batch, b);
+    return UPIPE_OK;
+}
+
+int upipe_abi_sbh3d_fwd(upipe_abi *handle, int rank, int layer, void *o, const void *qkv, int batch, int b)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_qkv a;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_sbh3d(u, r, &a, qkv, o, batch, b) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
+    return abi_fwd(u, r, layer, &a);
+}
+
+int upipe_abi_sbh3d_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, const void *dout, const void *o,
+                        const void *qkv, int batch, int b)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_qkv_grads g;
+    upipe_qkv a, d;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_sbh3d(u, r, &a, qkv, o, batch, b) != UPIPE_OK ||
+        abi_sbh3d(u, r, &d, dqkv, dout, batch, b) != UPIPE_OK)
+        return abi_refuse(r, r->ctx.err.status);
+    g = upipe_qkv_grads_of(&d);
+    return abi_bwd(u, r, layer, &a, &g);
 }
 
 int upipe_abi_drop(upipe_abi *handle, int rank, int layer)
 {
-    abi *u = abi_of(handle, 0);
+    abi *u = abi_of(handle);
     abi_rank *r = abi_rank_of(u, rank);
-    if (r == NULL) return (int)UPIPE_ERR_ARG;
+    if (r == NULL || abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
     if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse == NULL)
-        return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d has nothing to drop", layer,
-                               (int)u->desc.layers);
-    return (int)upipe_saved_free(&r->ctx, &r->saved[layer]);
+        return abi_end(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d has nothing to drop",
+                                     layer, (int)u->desc.layers));
+    return abi_end(r, upipe_saved_free(&r->ctx, &r->saved[layer]));
+}
+
+int64_t upipe_abi_saved_bytes(const upipe_abi *handle, int rank)
+{
+    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
+    return r != NULL ? (int64_t)(sizeof(upipe_given) + r->plan.buffers.lse) : -1;
+}
+
+static upipe_status abi_save(abi_rank *r, upipe_saved *save, char *to)
+{
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, to, &save->given, sizeof save->given));
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, to + sizeof save->given, save->lse, r->plan.buffers.lse));
+    return upipe_saved_free(&r->ctx, save);
+}
+
+static upipe_status abi_restore(abi_rank *r, upipe_saved *save, const char *from)
+{
+    void *lse;
+    UPIPE_TRY(upipe_alloc(&r->ctx, &lse, r->plan.buffers.lse, UPIPE_USE_STAT, "lse"));
+    save->lse = (float *)lse;
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, &save->given, from, sizeof save->given));
+    UPIPE_TRY(r->ctx.ops->copy(&r->ctx, lse, from + sizeof save->given, r->plan.buffers.lse));
+    return r->ctx.ops->sync(&r->ctx); /* what was given is read on the host */
+}
+
+int upipe_abi_save(upipe_abi *handle, int rank, int layer, void *to)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_status s;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (to == NULL || layer < 0 || layer >= u->desc.layers || r->saved[layer].lse == NULL)
+        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                        "forward %d of %d has nothing to save, or no place to save it", layer,
+                                        (int)u->desc.layers));
+    s = abi_save(r, &r->saved[layer], (char *)to);
+    return s != UPIPE_OK ? abi_refuse(r, s) : abi_end(r, s);
+}
+
+int upipe_abi_restore(upipe_abi *handle, int rank, int layer, const void *from)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_status s;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (from == NULL || layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
+        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                        "nothing to restore, or forward %d of %d is before its backward",
+                                        layer, (int)u->desc.layers));
+    s = abi_restore(r, &r->saved[layer], (const char *)from);
+    return s != UPIPE_OK ? abi_refuse(r, s) : abi_end(r, s);
 }
 
 int upipe_abi_abort(upipe_abi *handle, int rank, const char *why)
 {
-    abi *u = abi_of(handle, 0);
+    abi *u = abi_of(handle);
     abi_rank *r = abi_rank_of(u, rank);
     if (r == NULL) return abi_nobody(u, rank);
     upipe_comm_abort(r->ctx.team, why);
+    upipe_comm_abort(r->ctx.ring, why);
     return 0;
 }
 
 const char *upipe_abi_error(const upipe_abi *handle, int rank)
 {
-    abi *u = abi_of(handle, 0);
+    abi *u = abi_of(handle);
     const abi_rank *r = abi_rank_of(u, rank);
     if (handle == NULL) return "the handle is NULL";
     if (u == NULL) return "the handle is closed, or was never open";
     if (u->process != getpid()) return "the handle is that of the process that has forked this one";
+    if (abi_clash.handle == u->handle && abi_clash.rank == rank)
+        return "another thread is in a call of this rank";
     return r != NULL ? r->ctx.err.text : "the handle has no rank of this number";
 }
 
 int64_t upipe_abi_bytes(const upipe_abi *handle, int rank)
 {
-    const abi_rank *r = abi_rank_of(abi_of(handle, 0), rank);
+    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
     return r != NULL ? (int64_t)r->mem.slab_bytes : -1;
 }
 
 int upipe_abi_close(upipe_abi *handle)
 {
-    abi *u = abi_of(handle, 1);
+    abi *u = abi_of(handle);
+    int i;
+    if (u == NULL) return handle == NULL ? 0 : (int)UPIPE_ERR_ARG;
+    if (u->process != getpid())
+        return (int)UPIPE_ERR_ARG; /* its sockets, threads and device are the parent's */
+    for (i = 0; i < u->team.here; ++i) {
+        if (abi_begin(u, &u->rank[i], u->team.first + i) == 0) continue;
+        while (--i >= 0) abi_end(&u->rank[i], UPIPE_OK);
+        return (int)UPIPE_ERR_ARG;
+    }
+    abi_leave_list(u);
     abi_free(u);
-    return u != NULL || handle == NULL ? 0 : (int)UPIPE_ERR_ARG;
+    return 0;
 }

@@ -12,13 +12,18 @@ caller during the call. ctypes releases Python's lock in a call, so the ranks ru
 """
 
 import ctypes
+import itertools
 import threading
+
+OPENED = {}  # by Attention.number, until the close: for who can pass on no more than an integer
+NUMBERS = itertools.count()
 
 
 class Desc(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ('tokens', 'batch', 'window')] + [
         (name, ctypes.c_int32) for name in ('ranks', 'heads', 'kv_heads', 'head_dim', 'chunk', 'causal', 'layers')] + [
-            ('scale', ctypes.c_float), ('softcap', ctypes.c_float), ('dtype', ctypes.c_int32)]
+            ('scale', ctypes.c_float), ('softcap', ctypes.c_float)] + [
+                (name, ctypes.c_int32) for name in ('dtype', 'ring', 'ring_mode', 'ring_inner', 'layout')]
 
 
 class Error(RuntimeError):
@@ -39,12 +44,14 @@ class Attention:
         self.lib.upipe_abi_need.argtypes = [ctypes.POINTER(Desc), i, ctypes.c_char_p, ctypes.c_size_t]
         self.lib.upipe_abi_can.argtypes = [ctypes.c_char_p]
         self.lib.upipe_abi_pack.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
-        self.lib.upipe_abi_rows.restype = self.lib.upipe_abi_bytes.restype = ctypes.c_int64
+        for function in 'rows', 'bytes', 'saved_bytes':
+            getattr(self.lib, 'upipe_abi_' + function).restype = ctypes.c_int64
+            getattr(self.lib, 'upipe_abi_' + function).argtypes = [p, i]
         self.lib.upipe_abi_rows.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64)]
-        self.lib.upipe_abi_bytes.argtypes = [p, i]
         self.lib.upipe_abi_qkv_fwd.argtypes = [p, i, i] + 4 * [p]
         self.lib.upipe_abi_qkv_bwd.argtypes = [p, i, i] + 8 * [p]
         self.lib.upipe_abi_drop.argtypes = [p, i, i]
+        self.lib.upipe_abi_save.argtypes = self.lib.upipe_abi_restore.argtypes = [p, i, i, p]
         self.lib.upipe_abi_error.restype = ctypes.c_char_p
         self.lib.upipe_abi_error.argtypes = [p, i]
         self.lib.upipe_abi_abort.argtypes = [p, i, ctypes.c_char_p]
@@ -69,8 +76,12 @@ class Attention:
             self.handle = self.lib.upipe_abi_open_sockets(ctypes.byref(self.desc), rank, *both, why, len(why))
         if not self.handle:
             raise Error(why.value.decode())
-        self.held = [set() for _ in range(self.desc.ranks)]  # of each rank, layers whose backward is still to come
-        self.lost = [[] for _ in range(self.desc.ranks)]  # and those of them for which nobody can ask any more
+        self.ranks_here = range(self.desc.ranks) if rank is None else [rank]
+        self.saved_bytes = {r: self.lib.upipe_abi_saved_bytes(self.handle, r) for r in self.ranks_here}
+        self.packed = {}  # by rank
+        self.device = 'cuda' if self.lib.upipe_abi_can(b'cuda') else 'cpu'
+        self.number = next(NUMBERS)
+        OPENED[self.number] = self
 
     def of(self, rank, layer=0):
         """The handle for a call of this rank; the library sees a number and a pointer alone."""
@@ -83,38 +94,56 @@ class Attention:
     def rows(self, rank):
         """(first, count) of this rank's tokens."""
         first = ctypes.c_int64()
-        count = self.lib.upipe_abi_rows(self.of(rank), rank, ctypes.byref(first))
+        count = self.number_of(rank, self.lib.upipe_abi_rows(self.of(rank), rank, ctypes.byref(first)))
         return first.value, count
 
     def bytes(self, rank):
-        return self.lib.upipe_abi_bytes(self.of(rank), rank)
+        return self.number_of(rank, self.lib.upipe_abi_bytes(self.of(rank), rank))
 
     def pack(self, rank, cu_seqlens):
         """The rank's calls from now on see packed sequences: positions where they begin, and the end; []: none."""
-        numbers = (ctypes.c_int64 * len(cu_seqlens))(*cu_seqlens)
-        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, numbers, max(len(cu_seqlens) - 1, 0)))
+        self.of(rank)
+        self.packed[rank] = list(cu_seqlens)
 
-    def free_layer(self, rank):
-        """A layer for the next forward."""
-        while self.lost[rank]:
-            self.drop(rank, self.lost[rank].pop())
-        for layer in range(self.desc.layers):
-            if layer not in self.held[rank]:
-                return layer
-        raise Error(f'{self.desc.layers} forwards of rank {rank} wait for their backward; the handle has no more layers')
+    def say_packed(self, rank, cu_seqlens):
+        numbers = self.packed.get(rank, []) if cu_seqlens is None else cu_seqlens
+        array = (ctypes.c_int64 * len(numbers))(*numbers)
+        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array, max(len(numbers) - 1, 0)))
 
-    def qkv_fwd(self, rank, o, q, k, v, layer=0):
+    def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=None):
+        """cu_seqlens: of this call; None: those of pack()."""
+        self.say_packed(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank, layer), rank, layer, o, q, k, v))
-        self.held[rank].add(layer)
 
-    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0):
+    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=None):
+        self.say_packed(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank, layer), rank, layer, dq, dk, dv, dout, o, q, k, v))
-        self.held[rank].remove(layer)
 
     def drop(self, rank, layer=0):
         """In place of a backward that never comes."""
         self.ask(rank, self.lib.upipe_abi_drop(self.of(rank, layer), rank, layer))
-        self.held[rank].remove(layer)
+
+    def save(self, rank, to, layer=0):
+        """Moves what the forward has left to memory of the caller's, saved_bytes[rank] of it: the layer is free."""
+        self.ask(rank, self.lib.upipe_abi_save(self.of(rank, layer), rank, layer, to))
+
+    def restore(self, rank, saved, layer=0):
+        """Brings it back, to a free layer, before the backward."""
+        self.ask(rank, self.lib.upipe_abi_restore(self.of(rank, layer), rank, layer, saved))
+
+    def stream(self, rank, stream):
+        """The rank's calls from now on are enqueued on this CUDA stream, an address."""
+        self.ask(rank, self.lib.upipe_abi_stream(ctypes.c_void_p(self.of(rank)), rank, ctypes.c_void_p(stream)))
+
+    def abort(self, rank, why):
+        """The rank will not make the calls of the others, which are released with this sentence."""
+        if self.handle:
+            self.lib.upipe_abi_abort(self.handle, rank, why.encode())
+
+    def number_of(self, rank, number):
+        if number < 0:
+            raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
+        return number
 
     def ask(self, rank, status):
         if status != 0:
@@ -129,8 +158,7 @@ class Attention:
                 body(rank)
             except BaseException as error:  # pylint: disable=broad-except
                 failed.append(error)
-                if self.handle:
-                    self.lib.upipe_abi_abort(self.handle, rank, str(error).encode())
+                self.abort(rank, str(error))
 
         self.of(0)
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.desc.ranks)]
@@ -144,3 +172,4 @@ class Attention:
     def close(self):
         self.lib.upipe_abi_close(self.handle)
         self.handle = None
+        OPENED.pop(self.number, None)

@@ -1,7 +1,7 @@
-/* grid.h -- ranks as threads in a grid: all of them are a world, each is in a team of C and in a ring of R
+/* grid.h -- ranks as threads in grids: all N of them are a world, each is in a team of C and in a ring of R
  *
  *     grid g;
- *     grid_init(&g, C, R, deadline, &err);
+ *     grid_init(&g, N, C, R, deadline, &err);
  *     grid_run(&g, body, user, statuses);      body(user, rank of the world), a thread each
  *     grid_free(&g);
  *
@@ -9,8 +9,8 @@
  *               grid_world(&g, rank)           the communicator of all, for sums over every rank
  *     after it: grid_why(&g, &ctx.err)         the sentence of a rank that failed
  *
- * Rank w is rank w % C of team w / C and rank w / C of ring w % C: a team's ranks are neighbours. Without a
- * ring the team is the world.
+ * C * R neighbours are a grid; N is a multiple of it. Rank w is rank w % C of team w / C, a team's ranks are neighbours, and
+ * rank w / C % R of the ring of those at its place of the grid's teams. A team of all ranks is the world.
  */
 #ifndef COMMON_GRID_H
 #define COMMON_GRID_H
@@ -19,9 +19,9 @@
 #include "upipe/upipe_comm.h"
 
 typedef struct grid {
-    int in_team, in_ring; /* C, R */
+    int ranks, in_team, in_ring; /* N, C, R */
     upipe_threads world;
-    upipe_threads *teams, *rings; /* [R] of C ranks, [C] of R ranks; NULL where R = 1 */
+    upipe_threads *teams, *rings; /* [N / C], NULL where the world is the team; [N / R], NULL where R = 1 */
     upipe_status (*body)(void *user, int rank);
     void *user;
 } grid;
@@ -30,32 +30,35 @@ typedef struct grid {
 static inline void grid_free(grid *g)
 {
     int i;
-    for (i = 0; g->teams != NULL && i < g->in_ring; ++i) upipe_threads_free(&g->teams[i]);
-    for (i = 0; g->rings != NULL && i < g->in_team; ++i) upipe_threads_free(&g->rings[i]);
+    for (i = 0; g->teams != NULL && i < g->ranks / g->in_team; ++i) upipe_threads_free(&g->teams[i]);
+    for (i = 0; g->rings != NULL && i < g->ranks / g->in_ring; ++i) upipe_threads_free(&g->rings[i]);
     upipe_threads_free(&g->world);
     free(g->teams);
     free(g->rings);
     memset(g, 0, sizeof *g);
 }
 
-static inline upipe_status grid_init(grid *g, int in_team, int in_ring, double deadline, upipe_err *e)
+/* n communicators of `ranks` each. */
+static inline upipe_status grid_split(upipe_threads **out, int n, int ranks, double deadline, upipe_err *e)
+{
+    int i;
+    *out = (upipe_threads *)calloc((size_t)n, sizeof **out);
+    if (*out == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for %d teams or rings", n);
+    for (i = 0; i < n; ++i) UPIPE_TRY(upipe_threads_init(*out + i, ranks, deadline, e));
+    return UPIPE_OK;
+}
+
+static inline upipe_status grid_init(grid *g, int ranks, int in_team, int in_ring, double deadline,
+                                     upipe_err *e)
 {
     upipe_status s;
-    int i;
     memset(g, 0, sizeof *g);
+    g->ranks = ranks;
     g->in_team = in_team;
     g->in_ring = in_ring;
-    s = upipe_threads_init(&g->world, in_team * in_ring, deadline, e);
-    if (s == UPIPE_OK && in_ring > 1) {
-        g->teams = (upipe_threads *)calloc((size_t)in_ring, sizeof *g->teams);
-        g->rings = (upipe_threads *)calloc((size_t)in_team, sizeof *g->rings);
-        if (g->teams == NULL || g->rings == NULL)
-            s = upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for %d teams and %d rings", in_ring, in_team);
-        for (i = 0; s == UPIPE_OK && i < in_ring; ++i)
-            s = upipe_threads_init(&g->teams[i], in_team, deadline, e);
-        for (i = 0; s == UPIPE_OK && i < in_team; ++i)
-            s = upipe_threads_init(&g->rings[i], in_ring, deadline, e);
-    }
+    s = upipe_threads_init(&g->world, ranks, deadline, e);
+    if (s == UPIPE_OK && in_team < ranks) s = grid_split(&g->teams, ranks / in_team, in_team, deadline, e);
+    if (s == UPIPE_OK && in_ring > 1) s = grid_split(&g->rings, ranks / in_ring, in_ring, deadline, e);
     if (s != UPIPE_OK) grid_free(g);
     return s;
 }
@@ -67,11 +70,11 @@ static inline upipe_comm *grid_world(grid *g, int rank)
 
 static inline void grid_use(grid *g, int rank, upipe_ctx *c)
 {
-    c->team = grid_world(g, rank);
+    const int team = rank / g->in_team, place = rank % g->in_team;
+    c->team = g->teams != NULL ? upipe_threads_comm(&g->teams[team], place) : grid_world(g, rank);
     c->ring = NULL;
-    if (g->in_ring == 1) return;
-    c->team = upipe_threads_comm(&g->teams[rank / g->in_team], rank % g->in_team);
-    c->ring = upipe_threads_comm(&g->rings[rank % g->in_team], rank / g->in_team);
+    if (g->rings == NULL) return;
+    c->ring = upipe_threads_comm(&g->rings[team / g->in_ring * g->in_team + place], team % g->in_ring);
 }
 
 /* Why a rank failed: its own sentence, or the world's where its thread never ran. */

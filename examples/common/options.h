@@ -56,7 +56,7 @@ typedef struct options {
     method_list methods;     /* of compare */
     const char *method_name; /* of upipe-plan, whose --as has other methods */
     int ring_mode;           /* upipe_ring_mode */
-    int device, dtype, transport, node_ranks;
+    int replicas, device, dtype, transport, node_ranks;
     double deadline; /* seconds that a rank waits for the others */
 
     int layers, heads, kv_heads, head_dim, v_dim, untied, qk_norm, attention_bias;
@@ -72,14 +72,14 @@ typedef struct options {
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 
     activations_setting activations;
-    int offload, zero, zero_prefetch, reduce_dtype;
+    int offload, zero, zero_prefetch, reduce_dtype, offload_optimizer, offload_weights;
     size_t tile_bytes;
 
     const char *model, *machine, *lengths;
     int as_titan, max_tokens, best, plan;
     text_list calibrate, ignore_key;
 
-    const char *tokens_file, *end_token, *loss_mask;
+    const char *tokens_file, *end_token, *loss_mask, *eval_mask;
     int token_type, documents, shuffle;
     int64_t end_id; /* what end_token comes to; -1 = none */
 
@@ -111,6 +111,8 @@ static const flag_row flag_rows[] = {
     {"ranks", "N", IN_LOGITS, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, "1", 0,
      "ranks that share the tokens; of processes as many as a launcher has started"},
     {"ranks", "N", IN_PLAN, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, NULL, 0, "of the machine's (all)"},
+    {"replicas", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_INT, AT(replicas), 1, FLAG_RANKS_MAX, "1", 0,
+     "groups of --ranks / N ranks, each with sequences of its own; gradients are summed, and states sharded, over all ranks"},
     {"ring", "N", IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_run, FLAG_INT, AT(how.ring), 1, FLAG_RANKS_MAX, NULL, 0,
      "ranks of a ring of usp and upipe-ring (2)"},
     {"ring-mode", "auto|p2p|all-gather", IN_COMPARE, in_run, FLAG_CHOICE, AT(ring_mode), 0, 0, "auto", 0,
@@ -133,7 +135,7 @@ static const flag_row flag_rows[] = {
     {"batch", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(batch), 1, INT32_MAX, "1", FLAG_DATA,
      "sequences of a micro-batch, of which a step has --accumulate"},
     {"accumulate", "N", IN_TRAIN | IN_PLAN, in_run, FLAG_WHOLE, AT(accumulate), 1, 1 << 20, "1", FLAG_DATA,
-     "micro-batches of a step, whose gradients are summed: a step has batch * accumulate sequences and the memory of batch"},
+     "micro-batches of a step, whose gradients are summed: a step has batch * accumulate * replicas sequences and the memory of batch"},
     {"batch", "N", IN_COMPARE, in_run, FLAG_WHOLE, AT(batch), 1, (double)INT64_MAX, "1", 0, "sequences"},
 
     /* the model, or the block */
@@ -218,6 +220,8 @@ static const flag_row flag_rows[] = {
      "a number for each token, of the same formats or raw u8: 0 where it is no target"},
     {"eval", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(eval), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
      "a text, or with --tokens-file files of tokens, of which nothing is learnt: its loss and perplexity after the last step"},
+    {"eval-mask", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(eval_mask), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
+     "what --loss-mask is, for the tokens of --eval"},
     {"eval-every", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(eval_every), 0, INT32_MAX, "0", FLAG_TRAINING,
      "steps between evaluations; 0: one after the last step"},
     {"steps", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(steps), 0, INT32_MAX, "100", FLAG_SCHEDULE | FLAG_TRAINING,
@@ -275,6 +279,12 @@ static const flag_row flag_rows[] = {
      "with --zero 3: the weights of the next half a layer are gathered while one computes"},
     {"reduce-dtype", "f32|bf16", IN_TRAIN | IN_PLAN, in_memory, FLAG_CHOICE, AT(reduce_dtype), 0, 0, "f32", 0,
      "in which gradients of matrices are sent to be summed; sums are f32"},
+    {"offload-optimizer", NULL, IN_TRAIN | IN_PLAN, in_memory, FLAG_SWITCH, AT(offload_optimizer), 0, 1, NULL, 0,
+     "the optimizer's states of matrices, and with --zero 2 or 3 their gradients, are in a second pool, the host's memory, "
+     "where its CPU updates them"},
+    {"offload-weights", NULL, IN_TRAIN | IN_PLAN, in_memory, FLAG_SWITCH, AT(offload_weights), 0, 1, NULL, 0,
+     "with --zero 3 and --offload-optimizer: the weights of matrices are there too, and each half a layer is gathered from "
+     "there"},
     {"tile-bytes", "SIZE", IN_TRAIN | IN_PLAN, in_memory, FLAG_BYTES, AT(tile_bytes), 1, (double)(INT64_MAX / 2), NULL, 0,
      "limit of a tile of MLP or loss with its unit (64KiB; 64 tokens or more), without product scratch (the paper's "
      "square, about model-dim tokens; of logits on a GPU 800MiB)"},
@@ -365,6 +375,10 @@ static const flag_row flag_rows[] = {
      "the token whose row of the embedding gets no gradient; below 0: from the end"},
     {"model-type", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 0, 100, NULL, 0, "row of the table of families"},
     {"layer-types", NULL, IN_CHECKPOINT, in_model, FLAG_TEXT, 0, 0, 0, NULL, 0, "window and RoPE of each layer"},
+    {"embedding-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of what the embedding gives"},
+    {"residual-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of attention's and the MLP's results"},
+    {"attention-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of the scores"},
+    {"logits-scaling", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "by which logits are divided"},
     {"rope-positions", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 1, INT32_MAX, NULL, 0, "max_position_embeddings"},
     {"rope-partial", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-3, 1, NULL, 0, "the part of a head that turns"},
     {"rope-low", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "turns within those, of llama3"},

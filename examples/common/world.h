@@ -4,7 +4,8 @@
  *     status = flags_read(&set, &options, ...);
  *     status = world_begin(&w, &set, &options, status);      who there is, and whether all were told the same
  *     world_agree(&w, status);                               0 if every process has 0
- *     world_split(&w, C, R, &err);                           teams of C ranks, rings of R; again for another shape
+ *     world_split(&w, C, R, &err);                           teams of C ranks, rings of R; C * R divides their number;
+ *                                                            again for another shape
  *     world_run(&w, body, user, "");                         body(user, rank, &why) on each rank of this process
  *     status = world_end(&w, status);
  *
@@ -37,7 +38,7 @@ _Static_assert((int)FLAG_RANKS_MAX == (int)UPIPE_THREADS_MAX, "--ranks goes as f
 struct world;
 typedef upipe_status world_body(void *user, int rank, upipe_err *why);
 
-/* How all ranks are split. A team of all, a ring of all and a grid: a program runs no other shapes. */
+/* How all ranks are split. A team of all, a ring of all and grids: a program runs no other shapes. */
 enum { WORLD_SHAPES = 3 };
 
 typedef struct world_shape {
@@ -47,7 +48,7 @@ typedef struct world_shape {
 
 /* Processes: what differs between transports. */
 typedef struct world_kind {
-    /* w->team, and w->ring where R > 1, of shape number w->shapes_n; with the first w->side if it is wanted */
+    /* w->team, which is w->all where it has all ranks, and w->ring where R > 1, of shape number w->shapes_n; with the first w->side if it is wanted */
     upipe_status (*split)(struct world *w, upipe_err *e);
     int (*end)(struct world *w);   /* leaves with the others; -1 with the sentence out */
     void (*flush)(double seconds); /* lets messages leave */
@@ -92,6 +93,13 @@ static inline int world_place(const int64_t *node, int ranks, int me, int *near_
         *near += theirs == mine;
     }
     return place;
+}
+
+/* The first rank of this process's ring, whose ranks are in_team apart. */
+static inline int world_ring_first(const struct world *w)
+{
+    const int grid = w->in_team * w->in_ring;
+    return w->first / grid * grid + w->first % w->in_team;
 }
 
 #include "world_tcp.h"
@@ -376,17 +384,18 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
     return UPIPE_OK;
 }
 
-/* world_split -- makes the teams and the rings of all ranks; in_team * in_ring ranks */
+/* world_split -- makes the teams and the rings of all ranks, which are grids of in_team * in_ring */
 static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
 {
     upipe_status s;
-    if (in_team * in_ring != w->ranks)
-        return upipe_fail(e, UPIPE_ERR_ARG, "%d rings of %d are not %d ranks", in_team, in_ring, w->ranks);
+    if (w->ranks % (in_team * in_ring) != 0)
+        return upipe_fail(e, UPIPE_ERR_ARG, "%d ranks are no grids of %d rings of %d", w->ranks, in_team,
+                          in_ring);
     w->in_team = in_team;
     w->in_ring = in_ring;
     if (w->all != NULL) return world_split_processes(w, e);
     if (w->with_side) UPIPE_TRY(upipe_threads_init(&w->side_threads, w->ranks, w->deadline, e));
-    s = grid_init(&w->threads, in_team, in_ring, w->deadline, e);
+    s = grid_init(&w->threads, w->ranks, in_team, in_ring, w->deadline, e);
     if (s != UPIPE_OK) upipe_threads_free(&w->side_threads);
     return s;
 }

@@ -93,16 +93,15 @@ static upipe_status world_mpi_split(struct world *w, upipe_err *e)
     }
     if (w->with_side && w->side == NULL) UPIPE_TRY(world_mpi_side(w, e));
     w->team = w->all;
-    if (w->in_ring == 1) return UPIPE_OK;
+    if (w->in_team == w->ranks) return UPIPE_OK;
     world_mpi_watch(w, "MPI_Comm_split");
     bad = world_mpi_make(w, WORLD_TEAM + at, world_mpi.comm[WORLD_ALL], w->first / w->in_team, w->first, e);
-    if (!bad)
-        bad =
-            world_mpi_make(w, WORLD_RING + at, world_mpi.comm[WORLD_ALL], w->first % w->in_team, w->first, e);
+    if (!bad && w->in_ring > 1)
+        bad = world_mpi_make(w, WORLD_RING + at, world_mpi.comm[WORLD_ALL], world_ring_first(w), w->first, e);
     world_mpi_watch(w, NULL);
     if (bad) return e->status;
     w->team = &world_mpi.end[WORLD_TEAM + at].comm;
-    w->ring = &world_mpi.end[WORLD_RING + at].comm;
+    if (w->in_ring > 1) w->ring = &world_mpi.end[WORLD_RING + at].comm;
     return UPIPE_OK;
 }
 

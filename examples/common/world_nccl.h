@@ -78,10 +78,12 @@ static upipe_status world_nccl_split(struct world *w, upipe_err *e)
         w->side = &n->end[WORLD_NCCL_SIDE].comm;
     }
     w->team = w->all;
-    if (w->in_ring == 1) return UPIPE_OK;
+    if (w->in_team == w->ranks) return UPIPE_OK;
     UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_TEAM + at, team * w->in_team, place, w->in_team, e));
-    UPIPE_TRY(world_nccl_group(w, WORLD_NCCL_RING + at, place, team, w->in_ring, e));
     w->team = &n->end[WORLD_NCCL_TEAM + at].comm;
+    if (w->in_ring == 1) return UPIPE_OK;
+    UPIPE_TRY(
+        world_nccl_group(w, WORLD_NCCL_RING + at, world_ring_first(w), team % w->in_ring, w->in_ring, e));
     w->ring = &n->end[WORLD_NCCL_RING + at].comm;
     return UPIPE_OK;
 }

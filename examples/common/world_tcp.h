@@ -126,10 +126,11 @@ static inline upipe_status world_tcp_split(struct world *w, upipe_err *e)
         w->side = &t->end[WORLD_TCP_SIDE].comm;
     }
     w->team = w->all;
-    if (w->in_ring == 1) return UPIPE_OK;
+    if (w->in_team == w->ranks) return UPIPE_OK;
     UPIPE_TRY(world_tcp_make(w, WORLD_TCP_TEAM + at, team, 1, w->in_team, e));
-    UPIPE_TRY(world_tcp_make(w, WORLD_TCP_RING + at, w->first - team, w->in_team, w->in_ring, e));
     w->team = &t->end[WORLD_TCP_TEAM + at].comm;
+    if (w->in_ring == 1) return UPIPE_OK;
+    UPIPE_TRY(world_tcp_make(w, WORLD_TCP_RING + at, world_ring_first(w), w->in_team, w->in_ring, e));
     w->ring = &t->end[WORLD_TCP_RING + at].comm;
     return UPIPE_OK;
 }

@@ -62,7 +62,7 @@ static int options_read(options *o, struct world *w, int argc, char **argv)
     if (status == 0 && (o->load == NULL || o->ids == NULL || o->out == NULL))
         status = cli_refuse("--load, --ids and --out must be given");
     status = world_begin(w, &option_flags, o, status);
-    return status != 0 ? status : world_agree(w, method_resolve(&o->how));
+    return status != 0 ? status : world_agree(w, method_resolve(&o->how, 1));
 }
 
 /* ---- tokens ---- */

@@ -39,7 +39,7 @@ static void exact_work(estimate *e, const memory_plan *p, const model *m, const 
     if (s->prefetch) {
         const double sums =
             (double)(m->layout->weights * s->accumulate) * (double)upipe_dtype_bytes(s->reduce);
-        w->states = fmax(0, w->exposed - sums * (1 - 1.0 / s->how.ranks));
+        w->states = fmax(0, w->exposed - sums * (1 - 1.0 / setting_ranks(s)));
         w->exposed -= w->states;
     }
     *(s->how.segments > 0 && !s->how.overlap ? &w->waited : &w->moved) = (double)p->moved;
@@ -56,7 +56,7 @@ static int exact_same(const model *a, const model *b)
 static upipe_status exact_ranks(memory_plan *plans, model *all, const setting *s, const upipe_ops *ops,
                                 upipe_err *e)
 {
-    const int ranks = s->how.ranks;
+    const int ranks = setting_ranks(s);
     int r, k, first = 0, step = 1;
     for (r = 0; r < ranks; ++r) UPIPE_TRY(setting_model(&all[r], s, r, e));
     if (all[0].plan.desc.ring > 1 && all[0].plan.desc.layout == UPIPE_CONTIGUOUS) {
@@ -96,7 +96,7 @@ static double exact_flops(const memory_plan *p)
  *                   why the library refuses the setting */
 static void exact_estimate(estimate *e, const setting *s, const upipe_ops *ops, const machine *m)
 {
-    const int ranks = s->how.ranks;
+    const int ranks = setting_ranks(s);
     model *all = (model *)estimate_memory((size_t)ranks, sizeof *all);
     memory_plan *plans = (memory_plan *)estimate_memory((size_t)ranks, sizeof *plans);
     upipe_err err;

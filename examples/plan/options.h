@@ -76,10 +76,10 @@ static int options_method(job *j)
             return cli_refuse(
                 "--best tries all methods, chunks, segments, rings, activations and overlaps: none of "
                 "these can be given");
-        return 0;
+        return method_replicas(how, o->replicas);
     }
     status = flag_method(o->method_name, &how->method);
-    return status != 0 ? status : method_resolve(how);
+    return status != 0 ? status : method_resolve(how, o->replicas);
 }
 
 /* Without a model a machine is written, and nothing is planned. */
@@ -113,11 +113,17 @@ static int options_resolve(job *j)
     if (o->accumulate > 1 && (o->lengths != NULL || o->as_titan))
         return cli_refuse(
             "--accumulate would have no effect with --documents, which are one micro-batch's, and as torchtitan");
+    if (o->replicas > 1 && (o->lengths != NULL || o->as_titan))
+        return cli_refuse(
+            "--replicas would have no effect with --documents, which are one replica's, and as torchtitan");
     if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
     if (o->as_titan && (o->dtype != UPIPE_BF16 || options_given(o, &o->device) ||
-                        options_given(o, &o->zero) || o->zero_prefetch || options_given(o, &o->reduce_dtype)))
+                        options_given(o, &o->zero) || o->zero_prefetch ||
+                        options_given(o, &o->reduce_dtype) || o->offload_weights || o->offload_optimizer))
         return cli_refuse(
-            "--dtype, --device, --zero, --zero-prefetch and --reduce-dtype would have no effect as torchtitan");
+            "--dtype, --device, --zero, --zero-prefetch, --reduce-dtype, --offload-optimizer and --offload-weights would have no effect as torchtitan");
+    if (o->offload_weights && (o->zero < 3 || !o->offload_optimizer))
+        return cli_refuse("--offload-weights wants --zero 3 and --offload-optimizer");
     if (o->zero_prefetch && o->zero < 3)
         return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",
                           o->zero);

@@ -134,7 +134,7 @@ static void advisor_schedule(advisor *a)
         s.how.method = methods[i];
         s.how.ranks = a->s->how.ranks;
         if (methods[i] == a->s->how.method || s.layout->config.heads < s.how.ranks ||
-            method_resolve(&s.how) != 0)
+            method_resolve(&s.how, 1) != 0)
             continue;
         snprintf(flags, sizeof flags, "--method %s", method_kinds[methods[i]].name);
         advisor_try(a, flags, a->p, &s);

@@ -63,8 +63,9 @@ static void report_head(const job *j, const planner *p, const setting *s)
     char flags[256], tokens[32];
     const llama_config *c = &j->config;
     printf("%s, %lld layers of %lld, %d/%d heads of %d, on %d ranks of %s: %s tokens x %lld", j->o.model,
-           (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads, c->head_dim, s->how.ranks,
+           (long long)c->layers, (long long)c->dim, c->heads, c->kv_heads, c->head_dim, setting_ranks(s),
            j->machine.name, report_tokens(tokens, s->tokens), (long long)s->batch);
+    if (s->replicas > 1) printf(" in each of %d replicas", s->replicas);
     if (s->accumulate > 1) printf(", %lld micro-batches a step", (long long)s->accumulate);
     printf("\n");
     printf("%s, %s\n", report_flags(flags, sizeof flags, &s->how, &s->activations, p->titan),

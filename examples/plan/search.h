@@ -95,7 +95,7 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
     SEARCH_SQUARE(attn_bwd);
 #undef SEARCH_LINE
 #undef SEARCH_SQUARE
-    estimate_time(out, p->m, s->how.ranks, s->how.ranks / s->how.ring,
+    estimate_time(out, p->m, setting_ranks(s), s->how.ranks / s->how.ring,
                   s->layout->config.layers * s->accumulate);
 }
 

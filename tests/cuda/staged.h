@@ -208,6 +208,9 @@ STAGED(sum, (VIEW(dst), FLOATS(src, count > 0 ? (count - 1) * step + dst.n * dst
 static upipe_status staged_add(upipe_ctx *c, upipe_view y, upipe_view x)
 STAGED(add, (VIEW(y), VIEW(x)), staged_view(y), staged_view(x))
 
+static upipe_status staged_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
+STAGED(scale, (VIEW(y), VIEW(x)), staged_view(y), staged_view(x), factor)
+
 static upipe_status staged_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 STAGED(swiglu, (VIEW(y), VIEW(gate), VIEW(up)), staged_view(y), staged_view(gate), staged_view(up))
 
@@ -347,8 +350,8 @@ static void staged_open(device *d)
 #define STAGED(entry) staged.ops.entry = staged_##entry
     STAGED(sync), STAGED(copy), STAGED(zero), STAGED(cast), STAGED(gemm), STAGED(gemm_bytes), STAGED(rope);
     STAGED(rmsnorm), STAGED(rmsnorm_bwd), STAGED(bias_bwd), STAGED(rowdot), STAGED(sum), STAGED(add);
-    STAGED(swiglu), STAGED(swiglu_bwd), STAGED(cross_entropy), STAGED(embed), STAGED(embed_bwd),
-        STAGED(total);
+    STAGED(scale), STAGED(swiglu), STAGED(swiglu_bwd), STAGED(cross_entropy), STAGED(embed),
+        STAGED(embed_bwd), STAGED(total);
     STAGED(adamw), STAGED(attn_fwd), STAGED(attn_bwd), STAGED(attn_bytes);
 #undef STAGED
 }

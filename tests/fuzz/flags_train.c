@@ -3,6 +3,7 @@
 #define PROGRAM "train"
 #include "fuzz.h"
 
+#include "examples/llama/model/setting.h"
 #include "examples/llama/run/options.h"
 
 #include "flags.h"
@@ -11,7 +12,8 @@
 static void words_used(const options *o)
 {
     const llama_config c = options_config(o);
-    upipe_plan_desc d = method_desc(&o->how, c.heads, c.kv_heads);
+    const setting s = setting_of(o, NULL);
+    upipe_plan_desc d = method_desc(&s.how, c.heads, c.kv_heads);
     int last;
     CHECK(o->tokens >= 1 && o->batch >= 1 && o->steps >= 0 && o->adam_eps > 0 && c.dim >= 1 && c.hidden >= 1);
     d.tokens = o->tokens;
@@ -20,7 +22,7 @@ static void words_used(const options *o)
     d.head_dim = c.head_dim;
     d.dtype = (upipe_dtype)o->dtype;
     for (last = 0; last < 2; ++last) {
-        method_place(&d, last ? o->how.ranks - 1 : 0);
+        method_place(&d, last ? s.how.ranks - 1 : 0);
         flags_plan(&d, o->how.segments);
     }
 }

@@ -35,6 +35,9 @@ FAMILIES = [
     ('Phi3', {'sliding_window': 6, 'partial_rotary_factor': 0.75, 'pad_token_id': None}),
     ('Glm', {'pad_token_id': PAD}),
     ('Glm4', {'pad_token_id': PAD}),
+    ('Granite', {'embedding_multiplier': 3.0, 'residual_multiplier': 0.375, 'attention_multiplier': 0.125, 'logits_scaling': 2.5,
+                 'attention_bias': True}),
+    ('Exaone4', SOME_WINDOWS),
 ]
 FUSED = {'qkv_proj': [('q_proj', HEADS * HEAD_DIM), ('k_proj', KV_HEADS * HEAD_DIM), ('v_proj', KV_HEADS * HEAD_DIM)],
          'gate_up_proj': [('gate_proj', HIDDEN), ('up_proj', HIDDEN)]}

@@ -24,6 +24,7 @@ typedef struct tile_shape {
     int naive;                    /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double eps, scale; /* scale of a loss's gradients, as it is */
+    double factor;     /* of the MLP's result, or of the logits; 0 = 1 */
 } tile_shape;
 
 /* Inputs or results; elements in tile_count's order. */

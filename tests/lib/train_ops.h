@@ -161,6 +161,32 @@ static inline void check_add(test_rng *r, upipe_ctx *c, int d, upipe_dtype y_typ
     buffers_free(0);
 }
 
+/* ---- scale ---- */
+
+static inline void check_scale(test_rng *r, upipe_ctx *c, int d, upipe_dtype y_type, upipe_dtype x_type,
+                               int layout)
+{
+    upipe_view x = tensor(r, x_type, 4, 2, d, (layout + 1) % FEW, 1), y = empty(y_type, 4, 2, d, layout);
+    upipe_view keep = twin(x), other = moved(y, y_type, (layout + 2) % FEW), self = twin(x);
+    const float factor = 0.22f;
+    int ok = 1;
+    CHECK_OP(scale(c, y, x, factor));
+    CHECK_OP(scale(c, self, self, factor));
+    for (int64_t at = 0; at < elements(y); ++at) {
+        volatile float product = get_at(x, at) * factor;
+        ok = ok && get_at(y, at) == naive_store(y_type, product) &&
+             get_at(self, at) == naive_store(x_type, product);
+    }
+    CHECK_SAY(ok, "scale of %s into %s, d %d, layout %d", upipe_dtype_name(x_type), upipe_dtype_name(y_type),
+              d, layout);
+    CHECK(gaps_whole(y) && gaps_whole(self));
+    CHECK_BYTES(x.data, keep.data, view_bytes(x));
+    for (int i = 0; i < 2; ++i)
+        CHECK_OP(scale(c, upipe_view_rows(other, i, 1 + 2 * i), upipe_view_rows(x, i, 1 + 2 * i), factor));
+    CHECK(same(other, y));
+    buffers_free(0);
+}
+
 /* ---- swiglu ---- */
 
 static inline double swiglu64(double g, double u)
@@ -735,6 +761,11 @@ static inline void check_pointwise_statuses(upipe_ctx *c)
     REFUSED(add(c, WITH(v.h_stride = 4), x), ARG, "y (f32, strides 16, 4) lies over x (f32, strides 16, 8)");
     REFUSED(add(c, WITH(v.dtype = (upipe_dtype)9), y), UNSUPPORTED, "storage type 9");
     REFUSED(add(c, x, WITH(v.data = NULL)), ARG, "x is NULL");
+    REFUSED(scale(c, x, WITH((v.data = y.data, v.d = 7)), 2), ARG, "x is [2][2][7], not [2][2][8]");
+    REFUSED(scale(c, WITH(v.h_stride = 4), x, 2), ARG,
+            "y (f32, strides 16, 4) lies over x (f32, strides 16, 8)");
+    REFUSED(scale(c, WITH(v.dtype = (upipe_dtype)9), y, 2), UNSUPPORTED, "storage type 9");
+    REFUSED(scale(c, x, y, INFINITY), ARG, "factor inf");
     REFUSED(swiglu(c, WITH(v.data = NULL), x, y), ARG, "y is NULL");
     REFUSED(swiglu(c, x, WITH(v.data = NULL), y), ARG, "gate is NULL");
     REFUSED(swiglu(c, x, y, WITH(v.data = NULL)), ARG, "up is NULL");
@@ -749,6 +780,7 @@ static inline void check_pointwise_statuses(upipe_ctx *c)
     /* no rows: no memory needed */
     v.n = 0;
     CHECK_OP(add(c, v, v));
+    CHECK_OP(scale(c, v, v, 2));
     CHECK_OP(swiglu(c, v, v, v));
     CHECK_OP(swiglu_bwd(c, v, v, v));
 }
@@ -848,6 +880,7 @@ static inline void check_train_ops(test_rng *r, upipe_ctx *c, int most_columns)
             check_swiglu(r, c, d, (upipe_dtype)one, (upipe_dtype)two,
                          (upipe_dtype)((one + two + layout) % all), layout);
             check_add(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
+            check_scale(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
             check_embed(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
             if (two != UPIPE_F32) continue;
             check_total(r, c, d, (upipe_dtype)one, layout);

@@ -29,7 +29,7 @@ AHEAD = ['--zero', '3', '--zero-prefetch']  # a thread that waits in a communica
 # method and its flags, processes
 SHORT = [('upipe', ['--chunk', '4'], 4), ('usp', AHEAD, 4), ('upipe-fpdt', ['--segments', '2'], 2)]
 ALL = [(name, [], 4) for name in METHODS]
-LONG = SHORT + ALL + [('upipe-ring', ['--ring', '2'], 8), ('upipe', [], 8), ('double-ring', ['--inner', '4'], 8)]
+LONG = SHORT + ALL + [('upipe-ring', ['--ring', '2'], 8), ('upipe', [], 8), ('usp', ['--replicas', '2'], 8), ('double-ring', ['--inner', '4'], 8)]
 SAME = ('loss', 'grad_norm', 'peak_bytes', 'plan_bytes', 'slab_bytes', 'host_bytes', 'plan_sent_bytes', 'sent_bytes_per_step',
         'plan_moved_bytes', 'memory')
 # flags of one rank alone, and what they say there and on rank 0

@@ -20,8 +20,8 @@ from programs import npy
 TRAIN, LOGITS, COMPARE = (os.path.abspath(path) for path in sys.argv[1:4])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128'.split()
-CASES = [('upipe', ['--chunk', '4'], 4), ('usp', ['--zero', '3', '--zero-prefetch'], 4)]
-MORE = [('upipe-fpdt', ['--segments', '2'], 2), ('upipe-ring', ['--ring', '2'], 8), ('ulysses', [], 1)]
+CASES = [('upipe', ['--chunk', '4'], 4), ('usp', ['--zero', '3', '--zero-prefetch'], 4), ('usp', ['--replicas', '2', '--zero', '3'], 8)]
+MORE = [('upipe-fpdt', ['--segments', '2', '--replicas', '2'], 4), ('upipe-ring', ['--ring', '2'], 8), ('ulysses', [], 1)]
 SAME = ('loss', 'grad_norm', 'peak_bytes', 'plan_bytes', 'slab_bytes', 'plan_sent_bytes', 'sent_bytes_per_step', 'memory')
 DEADLINE = 2
 STEADY = '--warmup 0 --lr 1e-3 --min-lr 1e-3'.split()  # a rate that does not depend on the number of steps

@@ -69,6 +69,7 @@ UPI_CPU_OPS void upipe_cpu_ops(upipe_ops *ops)
     ops->rowdot = upi_cpu_rowdot;
     ops->sum = upi_cpu_sum;
     ops->add = upi_cpu_add;
+    ops->scale = upi_cpu_scale;
     ops->swiglu = upi_cpu_swiglu;
     ops->swiglu_bwd = upi_cpu_swiglu_bwd;
     ops->cross_entropy = upi_cpu_cross_entropy;

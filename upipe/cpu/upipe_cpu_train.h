@@ -1,6 +1,6 @@
 /* upipe_cpu_train.h -- what a model needs around its attention        backend cpu, includes cpu_rows
  *
- * Fills the table's add, swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links with the
+ * Fills the table's add, scale, swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links with the
  * math library.
  *
  *     upi_cpu_swiglu(...)            y [n][h][d] = silu(gate) * up
@@ -30,7 +30,7 @@ enum {
 
 UPI_KERNELS_BEGIN
 
-/* ---- element by element: y += x, and the gated unit ---- */
+/* ---- element by element: y += x, y = factor * x, and the gated unit ---- */
 
 UPI_INLINE void upi_add_row(void *y, upipe_dtype y_type, const void *x, upipe_dtype x_type, int64_t d)
 {
@@ -51,6 +51,31 @@ UPI_CPU_KERNEL void upi_add_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
     UPI_WITH_TYPES(y, f->v[0].dtype, x, f->v[1].dtype, upi_add_rows(f, first, last, y, x));
+}
+
+/* Views: y, x. */
+typedef struct upi_scaling {
+    upi_flat flat;
+    float factor;
+} upi_scaling;
+
+UPI_INLINE void upi_scale_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype y_type,
+                               upipe_dtype x_type, upi_fw factor)
+{
+    int64_t i, j;
+    for (i = first; i < last; ++i)
+        for (j = 0; j < f->heads; ++j) {
+            char *y = upi_flat_at(f, 0, i, j), *x = upi_flat_at(f, 1, i, j);
+            UPI_ROW_STEPS(k, n, upi_flat_length(f, i),
+                          upi_row_put(y, y_type, k, n, upi_fw_mul(upi_row_get(x, x_type, k, n), factor)));
+        }
+}
+
+UPI_CPU_KERNEL void upi_scale_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_scaling *s = (const upi_scaling *)call;
+    UPI_WITH_TYPES(y, s->flat.v[0].dtype, x, s->flat.v[1].dtype,
+                   upi_scale_rows(&s->flat, first, last, y, x, upi_fw_set1(s->factor)));
 }
 
 /* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision. From e^-|z|, which neither overflows
@@ -496,6 +521,20 @@ UPIPE_API upipe_status upi_cpu_add(upipe_ctx *c, upipe_view y, upipe_view x)
     v[1] = x;
     f = upi_flat_make(v, 2);
     upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_add_run, &f);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cpu_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
+{
+    upipe_view v[2];
+    upi_scaling s;
+    UPIPE_TRY(upipe_check_scale(c, y, x, factor));
+    if (y.n == 0) return UPIPE_OK;
+    v[0] = y;
+    v[1] = x;
+    s.flat = upi_flat_make(v, 2);
+    s.factor = factor;
+    upi_rows_share(c->ops, s.flat.rows, s.flat.row_bytes, 1, upi_scale_run, &s);
     return UPIPE_OK;
 }
 

@@ -58,6 +58,7 @@ UPIPE_API upipe_status upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_
     ops->rowdot = upi_cuda_rowdot;
     ops->sum = upi_cuda_sum;
     ops->add = upi_cuda_add;
+    ops->scale = upi_cuda_scale;
     ops->swiglu = upi_cuda_swiglu;
     ops->swiglu_bwd = upi_cuda_swiglu_bwd;
     ops->cross_entropy = upi_cuda_cross_entropy;

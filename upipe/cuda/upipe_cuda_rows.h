@@ -1,7 +1,7 @@
 /* upipe_cuda_rows.h -- copies, casts, and all that works row by row
  *                                                             backend cuda, includes cuda_kernel, check
  *
- * Fills the table's sync, copy, zero, cast, rowdot, sum and add.
+ * Fills the table's sync, copy, zero, cast, rowdot, sum, add and scale.
  *
  *     upi_cuda_rowdot(...)         [tokens][heads] = a . b
  *
@@ -405,6 +405,34 @@ UPIPE_API upipe_status upi_cuda_add(upipe_ctx *c, upipe_view y, upipe_view x)
     v[1] = x;
     s = upi_span_of(v, 2, 1);
     return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_add_rows, upi_span_grid(c, s), UPI_BLOCK, 0, y, x, s);
+}
+
+template <int TYPES>
+UPI_KERNEL(256, 1)
+void upi_scale_rows(upipe_view y, upipe_view x, float factor, upi_span s)
+{
+    UPI_EACH_TEAM(s, first)
+    {
+        upi_place p = upi_place_of(s, first);
+        upi_numbers a = upi_view_get<TYPES>(x, p, s.vec);
+        int l;
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l) a.v[l] *= factor;
+        upi_view_put<TYPES>(y, p, s.vec, a);
+    }
+}
+
+UPIPE_API upipe_status upi_cuda_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
+{
+    upipe_view v[2];
+    upi_span s;
+    UPIPE_TRY(upipe_check_scale(c, y, x, factor));
+    if (y.n == 0) return UPIPE_OK;
+    v[0] = y;
+    v[1] = x;
+    s = upi_span_of(v, 2, 1);
+    return UPI_LAUNCH_TYPES(c, upi_types(v, 2), upi_scale_rows, upi_span_grid(c, s), UPI_BLOCK, 0, y, x,
+                            factor, s);
 }
 
 /* src is a view of dst's shape, packed, for the first term; the others follow `stride` floats apart. */

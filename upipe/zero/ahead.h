@@ -32,12 +32,25 @@ UPIPE_API upipe_status upi_zero_unwind(upipe_ctx *c, upipe_zero *z, upipe_status
     return upipe_unwind(c, s, mark, z->world);
 }
 
+/* Bytes that a unit's gather brings from the host's memory. */
+UPIPE_API int64_t upi_zero_fetched(const upipe_zero *z, int unit)
+{
+    return z->weights_away ? upipe_zero_slice(z, unit).n * (int64_t)upipe_dtype_bytes(z->dtype) : 0;
+}
+
 /* data = the whole unit, on the stream of c. */
 UPIPE_API upipe_status upi_zero_gather(upipe_ctx *c, upipe_comm *comm, const upipe_zero *z, int unit,
                                        void *data)
 {
-    return upipe_slices_gather(c, comm, data, upipe_zero_owned(z, UPIPE_ZERO_WEIGHTS, unit),
-                               upi_zero_n(z, unit), upipe_dtype_bytes(z->dtype));
+    const size_t element = upipe_dtype_bytes(z->dtype), bytes = (size_t)upi_zero_fetched(z, unit);
+    const void *own = upipe_zero_owned(z, UPIPE_ZERO_WEIGHTS, unit);
+    if (bytes > 0) {
+        void *place =
+            upipe_offset(data, (size_t)(upipe_zero_slice(z, unit).first - z->first[unit]) * element);
+        UPIPE_TRY(c->ops->copy(c, place, own, bytes));
+        own = place;
+    }
+    return upipe_slices_gather(c, comm, data, own, upi_zero_n(z, unit), element);
 }
 
 /* On the side stream: behind the work that the compute stream had when it asked. */
@@ -63,6 +76,7 @@ UPIPE_API upipe_status upi_zero_ahead(upipe_ctx *c, upipe_zero *z, int unit)
     other->user = c->user;
     memset(&other->err, 0, sizeof other->err);
     z->ahead_unit = unit;
+    z->moved += upi_zero_fetched(z, unit);
     ++z->ahead_point;
     UPIPE_TRY(z->side->mark(c, z->side, UPIPE_SIDE_BEGIN, z->ahead_point));
     return z->side->post(c, z->side, upi_zero_ahead_run, z);

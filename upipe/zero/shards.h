@@ -23,6 +23,11 @@ typedef enum upipe_zero_what {
  *   strip         bytes that go to each rank in one round of a reduce-scatter; 0: UPIPE_ZERO_STRIP
  *   weights       [upipe_zero_held(z, UPIPE_ZERO_WEIGHTS)] of dtype
  *   grads         [upipe_zero_held(z, UPIPE_ZERO_GRADS)]
+ *   weights_away  weights is host memory, in stage 3: a unit's gather brings this rank's slice from there
+ *   grads_away    grads is, in stages 2 and 3: a unit is summed in the block of its gradients, and the sums are copied
+ *                 there. It is not zeroed: the sums of round 0 replace what is there
+ *   round         how often all units have ended before since upipe_zero_grads_clear; read with grads_away
+ *   moved         bytes copied to and from host memory so far
  *   side          a side stream for upipe_zero_ahead; NULL: that does nothing
  *   side_world    a second communicator of the same ranks, for it
  *   summed, lent  since upipe_zero_grads_clear: something has been added to the shard of the gradients; its front is
@@ -37,6 +42,8 @@ typedef struct upipe_zero {
     size_t strip;
     void *weights;
     float *grads;
+    int weights_away, grads_away, round;
+    int64_t moved;
     int summed, lent;
     upipe_side_stream *side;
     upipe_comm *side_world;

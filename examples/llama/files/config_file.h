@@ -282,8 +282,8 @@ static inline int llama_config_known(const json_t *root, const llama_family *fam
     json_t *value;
     json_object_foreach((json_t *)(uintptr_t)root, name, value)
     {
-        if (llama_is_word(llama_keys, name) || llama_is_word(llama_keys_idle, name) ||
-            llama_is_word(family->keys, name) || llama_is_word(family->idle, name))
+        if (llama_has_key(family, name) || llama_is_word(llama_keys_idle, name) ||
+            llama_is_word(family->idle, name))
             continue;
         return llama_config_fail(err, path,
                                  "%.60s is a key that is not known of a %s; --ignore-key reads on without it",
@@ -406,6 +406,7 @@ static inline int llama_config_slides(const llama_config *c, const llama_family 
                                       int64_t from)
 {
     if (family->full_every > 0) return layer % family->full_every != 0;
+    if (family->pattern > 0) return (layer + 1) % from != 0;
     if (llama_is_word(family->keys, "no_rope_layers")) return (c->by_layer[layer] & LLAMA_NO_ROPE) != 0;
     return family->windows != LLAMA_WINDOWS_SWITCH || layer >= from;
 }
@@ -423,6 +424,9 @@ static inline int llama_config_windows(llama_config *c, const json_t *root, cons
     if (family->windows == LLAMA_WINDOWS_SWITCH &&
         (llama_config_flag(&on, root, "use_sliding_window", path, err) ||
          llama_config_count(&from, root, "max_window_layers", "window", from, path, err)))
+        return -1;
+    if (family->pattern > 0 && types == NULL &&
+        llama_config_count(&from, root, "sliding_window_pattern", "layers", family->pattern, path, err))
         return -1;
     c->window = on ? family->window : 0;
     if (on && json_is_null(json_object_get(root, "sliding_window")))
@@ -444,8 +448,12 @@ static inline int llama_config_windows(llama_config *c, const json_t *root, cons
                 err, path, "layer %" PRId64 " of layer_types is sliding_attention, and there is no window",
                 i);
         if (!slides && c->window > 0) c->by_layer[i] |= LLAMA_SEES_ALL;
+        if (!slides && c->window > 0 && family->pattern > 0) c->by_layer[i] |= LLAMA_NO_ROPE;
         sliding += slides;
     }
+    if (family->pattern > 0 && c->window > 0 && sliding == 0)
+        return llama_config_fail(err, path,
+                                 "no layer is sliding_attention, so that none has RoPE: not built");
     if (sliding > 0 || c->window == 0) return 0;
     for (i = 0, c->window = 0; i < c->layers; ++i) c->by_layer[i] &= (unsigned char)~LLAMA_SEES_ALL;
     return 0;
@@ -462,9 +470,12 @@ static inline int llama_config_numbers(llama_config *c, json_t *root, int like, 
     c->rope_theta = family->rope_theta;
     c->family = like;
     c->qk_norm = family->qk_norm;
+    if (llama_has_key(family, "embedding_multiplier"))
+        c->embedding_multiplier = c->residual_multiplier = c->attention_multiplier = c->logits_scaling = 1;
     for (i = 0; i < LLAMA_FIELDS; ++i)
         if (llama_fields[i].key != NULL && llama_fields[i].used == 0 &&
             llama_fields[i].at != offsetof(llama_config, window) &&
+            llama_has_key(family, llama_fields[i].key) &&
             llama_config_field(c, &llama_fields[i], root, family, path, err))
             return -1;
     if (c->heads % c->kv_heads != 0)

@@ -9,7 +9,7 @@ static inline void llama_config_line(FILE *f, const llama_config *c, const field
                                      const llama_family *family)
 {
     char text[FIELD_TEXT];
-    if (row->at == offsetof(llama_config, window)) return;
+    if (row->at == offsetof(llama_config, window) || !llama_has_key(family, row->key)) return;
     if (row->kind != FLAG_CHOICE)
         fprintf(f, "  \"%s\": %s,\n", row->key, field_text(text, row, c));
     else if (!family->bias_always)

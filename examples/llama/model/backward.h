@@ -79,6 +79,8 @@ static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
     activations_tiles t;
     upipe_view table;
     void *padding = NULL;
+    if (model_factor(config->embedding_multiplier) != 0)
+        UPIPE_TRY(r->c->ops->scale(r->c, g, g, model_factor(config->embedding_multiplier)));
     if (away) {
         void *there;
         UPIPE_TRY(activations_put(&r->kept, r->c, &there, g.data, activations_bytes(g), "stream"));
@@ -102,10 +104,11 @@ static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
 
 /* ---- layers ---- */
 
-/* g += the gradient dn through the attention half's norm of x, which lies in the second pool if it is `away`. */
+/* g += the gradient dn through the attention half's norm of x, or dn where it has none; x lies in the second pool if it is `away`. */
 static inline upipe_status model_norm_bwd(model_rank *r, int64_t layer, upipe_view g, upipe_view dn,
                                           upipe_view x, int away)
 {
+    const float *weight = model_vector(r, LLAMA_NORM1, layer);
     activations_tiles t;
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
@@ -115,10 +118,12 @@ static inline upipe_status model_norm_bwd(model_rank *r, int64_t layer, upipe_vi
         if (here.data != there.data) UPIPE_TRY(model_copy(r, here, there));
         UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, model_part(r->m, x, i), away, NULL));
         while (t.tile.n > 0) {
-            UPIPE_TRY(r->c->ops->rmsnorm_bwd(
-                r->c, upipe_view_rows(rows, t.at.row, t.tile.n), upipe_view_rows(here, t.at.row, t.tile.n),
-                t.tile, model_vector(r, LLAMA_NORM1, layer), (float)r->m->layout->config.norm_eps,
-                model_grad(r, LLAMA_NORM1, layer), 1));
+            const upipe_view dx = upipe_view_rows(rows, t.at.row, t.tile.n);
+            const upipe_view dy = upipe_view_rows(here, t.at.row, t.tile.n);
+            UPIPE_TRY(weight == NULL ? r->c->ops->add(r->c, dx, dy)
+                                     : r->c->ops->rmsnorm_bwd(r->c, dx, dy, t.tile, weight,
+                                                              (float)r->m->layout->config.norm_eps,
+                                                              model_grad(r, LLAMA_NORM1, layer), 1));
             UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
         }
         UPIPE_TRY(activations_tiles_end(r->c, &t));
@@ -156,29 +161,29 @@ static inline upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_vie
     return UPIPE_OK;
 }
 
-/* n = x + O * Wo^T, or with a norm of O * Wo^T, which the MLP reads; x lies in the second pool if it is `away`. */
+/* n = x + O * Wo^T, or what that is changed to, which the MLP reads; x lies in the second pool if it is `away`. */
 static inline upipe_status model_between(model_rank *r, attention *a, upipe_view n, upipe_view x, int away)
 {
-    const float *post = model_vector(r, LLAMA_POST_NORM1, a->at);
     int i;
     for (i = 0; i < model_parts(r->m); ++i) {
         const upipe_view there = model_part(r->m, n, i);
         upipe_view here = there;
         if (a->pool != r->c->mem) here.data = NULL;
         UPIPE_TRY(a->kind->out(a, i, &here));
-        if (post != NULL)
-            UPIPE_TRY(r->c->ops->rmsnorm(r->c, here, here, post, (float)r->m->layout->config.norm_eps));
+        UPIPE_TRY(model_change(r, a->at, here));
         UPIPE_TRY(model_add(r, here, model_part(r->m, x, i), away));
         UPIPE_TRY(model_there(r, there, here));
     }
     return UPIPE_OK;
 }
 
-/* dy, a block taken here, = the gradient of O * Wo^T from that of its norm; O * Wo^T is made again. */
-static inline upipe_status model_post_norm_bwd(model_rank *r, attention *a, upipe_view *dy, upipe_view g)
+/* dy, a block taken here, = the gradient of O * Wo^T from that of what it is changed to; for a norm O * Wo^T is made again. */
+static inline upipe_status model_change_bwd(model_rank *r, attention *a, upipe_view *dy, upipe_view g)
 {
     int i;
     UPIPE_TRY(model_alloc(r, dy, UPIPE_USE_OTHER, "attended"));
+    if (model_vector(r, LLAMA_POST_NORM1, a->at) == NULL)
+        return r->c->ops->scale(r->c, *dy, g, model_factor(r->m->layout->config.residual_multiplier));
     for (i = 0; i < model_parts(r->m); ++i) {
         upipe_view part = model_part(r->m, *dy, i);
         UPIPE_TRY(a->kind->out(a, i, &part));
@@ -217,7 +222,7 @@ static inline upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_v
     UPIPE_TRY(model_norm(r, layer, n, x, away));
     UPIPE_TRY(model_grad_put(r, &there, *g));
     dy = *g;
-    if (model_vector(r, LLAMA_POST_NORM1, layer) != NULL) UPIPE_TRY(model_post_norm_bwd(r, &a, &dy, *g));
+    if (model_is_changed(r, layer)) UPIPE_TRY(model_change_bwd(r, &a, &dy, *g));
     UPIPE_TRY(a.kind->out_bwd(&a, &grads, dy)); /* g goes on down the stream */
     if (dy.data != g->data) UPIPE_TRY(model_free_block(r, dy));
     UPIPE_TRY(model_grad_leave(r, there, *g));

@@ -40,6 +40,8 @@ typedef struct llama_config {
     int64_t window; /* a token sees so many, its own included; 0 = all up to it */
     int64_t pad;    /* 1 + the token whose row of the embedding gets no gradient from it; 0 = none */
     int64_t family; /* row of llama_families */
+    /* Factors of what the embedding gives, of both halves' results and of scores; what logits are divided by. 0: none */
+    double embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling;
     int rope_type, rope_untruncated;
     double rope_partial; /* the part of a head that turns; 0 = all */
     double rope_factor, rope_low, rope_high, rope_beta_fast, rope_beta_slow, rope_mscale, rope_mscale_all;
@@ -67,6 +69,10 @@ static const field llama_fields[] = {
     {"sliding_window", "window", FLAG_WHOLE, AT(window), 0, 0, 0, 0},
     {"attention_bias", "attention-bias", FLAG_CHOICE, AT(attention_bias), 0, 0, 0, 0},
     {"tie_word_embeddings", "untied", FLAG_SWITCH, AT(tied), 1, 0, 0, 0},
+    {"embedding_multiplier", "embedding-multiplier", FLAG_REAL, AT(embedding_multiplier), 0, 0, 0, 0},
+    {"residual_multiplier", "residual-multiplier", FLAG_REAL, AT(residual_multiplier), 0, 0, 0, 0},
+    {"attention_multiplier", "attention-multiplier", FLAG_REAL, AT(attention_multiplier), 0, 0, 0, 0},
+    {"logits_scaling", "logits-scaling", FLAG_REAL, AT(logits_scaling), 0, 0, 0, 0},
     {NULL, "qk-norm", FLAG_SWITCH, AT(qk_norm), 0, 0, 0, 0},
     {NULL, "pad-token-id", FLAG_WHOLE, AT(pad), 0, 0, 0, 0},
     {NULL, "model-type", FLAG_WHOLE, AT(family), 0, 0, 0, 0},

@@ -23,10 +23,11 @@ enum {
     LLAMA_FUSED_MLP = 2     /* gate_up_proj: the rows of gate, then up */
 };
 
-/* The norms of a layer beside input_layernorm; layout.h has their names. */
+/* The norms of a layer; layout.h has their names. */
 typedef enum llama_norms {
-    LLAMA_NORMS_PRE, /* one, of what the MLP reads */
-    LLAMA_NORMS_GLM4 /* and of both halves' results, before they are added */
+    LLAMA_NORMS_PRE,    /* of what both halves read */
+    LLAMA_NORMS_GLM4,   /* and of both halves' results, before they are added */
+    LLAMA_NORMS_RESULTS /* of these alone */
 } llama_norms;
 
 /* llama_family -- what is 0 is as in a Llama
@@ -34,6 +35,8 @@ typedef enum llama_norms {
  *                whatever it says
  *   windows      sliding_window that is absent is `window` tokens, 0 none; every full_every-th layer from the first on has
  *                none where layer_types is absent
+ *   pattern      every so many-th layer has no window where layer_types is absent, and sliding_window_pattern says no
+ *                other number; where there is a window, such layers turn nothing
  *   kv_heads     1: as many as heads where num_key_value_heads is absent or null; 0: it must be there
  *   head_dim     where it is absent; LLAMA_HEAD_...
  *   pad          1 + pad_token_id where it is absent; 0: none
@@ -54,7 +57,7 @@ typedef struct llama_family {
     int bias_absent, bias_always, qk_norm;
     llama_windows windows;
     int64_t window;
-    int full_every, kv_heads, head_dim, tied;
+    int full_every, pattern, kv_heads, head_dim, tied;
     double norm_eps, rope_theta;
     int64_t pad;
     double partial;
@@ -78,6 +81,8 @@ enum {
     LLAMA_IS_PHI3,
     LLAMA_IS_GLM,
     LLAMA_IS_GLM4,
+    LLAMA_IS_GRANITE,
+    LLAMA_IS_EXAONE4,
     LLAMA_FAMILIES
 };
 
@@ -113,7 +118,13 @@ static const llama_family llama_families[LLAMA_FAMILIES] = {
      .fused = LLAMA_FUSED_MLP, .keys = "", .idle = ""},
     {.type = "glm4", .architecture = "Glm4ForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_absent = 1, .head_dim = 128,
      .norm_eps = 1.5625e-07, .rope_theta = 1e4, .pad = 1 + 151329, .partial = 0.5, .interleaved = 1,
-     .fused = LLAMA_FUSED_MLP, .norms = LLAMA_NORMS_GLM4, .keys = "", .idle = ""}};
+     .fused = LLAMA_FUSED_MLP, .norms = LLAMA_NORMS_GLM4, .keys = "", .idle = ""},
+    {.type = "granite", .architecture = "GraniteForCausalLM", .bias = LLAMA_BIAS_QKVO, .kv_heads = 1,
+     .norm_eps = 1e-6, .rope_theta = 1e4,
+     .keys = " embedding_multiplier residual_multiplier attention_multiplier logits_scaling ", .idle = ""},
+    {.type = "exaone4", .architecture = "Exaone4ForCausalLM", .qk_norm = 1, .windows = LLAMA_WINDOWS_TYPES, .window = 4096,
+     .pattern = 4, .norm_eps = 1e-5, .rope_theta = 1e4, .norms = LLAMA_NORMS_RESULTS,
+     .keys = " sliding_window sliding_window_pattern ", .idle = ""}};
 /* clang-format on */
 
 /* Keys of every family that count: they are used, or must say what is built. */
@@ -154,6 +165,12 @@ static inline int llama_is_word(const char *words, const char *name)
     if (n == 0 || strchr(name, ' ') != NULL) return 0;
     while ((at = strstr(at, name)) != NULL && (at[-1] != ' ' || at[n] != ' ')) ++at;
     return at != NULL;
+}
+
+/* Whether the key counts in this family. */
+static inline int llama_has_key(const llama_family *f, const char *key)
+{
+    return llama_is_word(llama_keys, key) || llama_is_word(f->keys, key);
 }
 
 /* Types of all families, after each other. */

@@ -38,9 +38,10 @@ static inline upipe_status model_there(model_rank *r, upipe_view there, upipe_vi
     return model_free_block(r, here);
 }
 
-/* n = the attention half's norm of x, which lies in the second pool if it is `away`. */
+/* n = the attention half's norm of x, or x where it has none; x lies in the second pool if it is `away`. */
 static inline upipe_status model_norm(model_rank *r, int64_t layer, upipe_view n, upipe_view x, int away)
 {
+    const float *weight = model_vector(r, LLAMA_NORM1, layer);
     activations_tiles t;
     upipe_view here;
     int i;
@@ -48,9 +49,10 @@ static inline upipe_status model_norm(model_rank *r, int64_t layer, upipe_view n
         UPIPE_TRY(model_here(r, &here, model_part(r->m, n, i)));
         UPIPE_TRY(activations_tiles_begin(&r->kept, r->c, &t, model_part(r->m, x, i), away, here.data));
         while (t.tile.n > 0) {
-            UPIPE_TRY(r->c->ops->rmsnorm(r->c, upipe_view_rows(here, t.at.row, t.tile.n), t.tile,
-                                         model_vector(r, LLAMA_NORM1, layer),
-                                         (float)r->m->layout->config.norm_eps));
+            upipe_view rows = upipe_view_rows(here, t.at.row, t.tile.n);
+            UPIPE_TRY(weight != NULL ? r->c->ops->rmsnorm(r->c, rows, t.tile, weight,
+                                                          (float)r->m->layout->config.norm_eps)
+                                     : r->c->ops->cast(r->c, rows, t.tile));
             UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
         }
         UPIPE_TRY(activations_tiles_end(r->c, &t));
@@ -74,12 +76,28 @@ static inline upipe_status model_mlp_fwd(model_rank *r, int64_t layer, upipe_vie
     return UPIPE_OK;
 }
 
+/* Whether what the attention half gives is changed before it is added to x. */
+static inline int model_is_changed(const model_rank *r, int64_t layer)
+{
+    return model_vector(r, LLAMA_POST_NORM1, layer) != NULL ||
+           model_factor(r->m->layout->config.residual_multiplier) != 0;
+}
+
+/* y, what it gives, becomes what is added: its norm, or a multiple of it; no family has both. */
+static inline upipe_status model_change(model_rank *r, int64_t layer, upipe_view y)
+{
+    const llama_config *config = &r->m->layout->config;
+    const float *post = model_vector(r, LLAMA_POST_NORM1, layer);
+    if (!model_is_changed(r, layer)) return UPIPE_OK;
+    return post != NULL ? r->c->ops->rmsnorm(r->c, y, y, post, (float)config->norm_eps)
+                        : r->c->ops->scale(r->c, y, y, model_factor(config->residual_multiplier));
+}
+
 /* One layer: x, of which copies may be being made, becomes its result. */
 static inline upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
     const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
-    const float *post = model_vector(r, LLAMA_POST_NORM1, layer);
     attention a;
     upipe_view n, y;
     int i;
@@ -93,7 +111,7 @@ static inline upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_v
     for (i = 0; i < model_parts(r->m); ++i) {
         y.data = NULL;
         UPIPE_TRY(a.kind->out(&a, i, &y));
-        if (post != NULL) UPIPE_TRY(c->ops->rmsnorm(c, y, y, post, (float)r->m->layout->config.norm_eps));
+        UPIPE_TRY(model_change(r, layer, y));
         UPIPE_TRY(activations_wait(&r->kept, c)); /* copies of O and x are made */
         UPIPE_TRY(c->ops->add(c, model_part(r->m, x, i), y));
         UPIPE_TRY(model_free_block(r, y));
@@ -116,6 +134,8 @@ static inline upipe_status model_fwd(model_rank *r, upipe_view *x, int keep)
     table = upipe_view_packed((void *)(uintptr_t)model_weight(r, LLAMA_EMBED, -1), r->m->plan.desc.dtype,
                               config->vocab, 1, (int32_t)config->dim);
     UPIPE_TRY(r->c->ops->embed(r->c, *x, table, r->tokens));
+    if (model_factor(config->embedding_multiplier) != 0)
+        UPIPE_TRY(r->c->ops->scale(r->c, *x, *x, model_factor(config->embedding_multiplier)));
     UPIPE_TRY(model_weights_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
@@ -155,6 +175,8 @@ static inline upipe_status model_logits(model_rank *r, upipe_view logits, upipe_
     UPIPE_TRY(upipe_mem_alloc(c->mem, &work, bytes, UPIPE_USE_LOSS, "logits_work", &c->err));
     UPIPE_TRY(c->ops->rmsnorm(c, n, x, model_vector(r, LLAMA_NORM, -1), (float)config->norm_eps));
     UPIPE_TRY(c->ops->gemm(c, logits, n, w, UPIPE_GEMM_TRANS_B, work, bytes));
+    if (model_logit_scale(config) != 0)
+        UPIPE_TRY(c->ops->scale(c, logits, logits, model_logit_scale(config)));
     UPIPE_TRY(upipe_mem_free(c->mem, work, &c->err));
     return upipe_mem_free(c->mem, n.data, &c->err);
 }

@@ -112,10 +112,11 @@ static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, con
     return 0;
 }
 
-/* Names of norm2, post_norm1 and post_norm2 by llama_norms. */
-static const char *const llama_norm_names[][3] = {
-    {"post_attention_layernorm"},
-    {"post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"}};
+/* Names of norm1, norm2, post_norm1 and post_norm2 by llama_norms. */
+static const char *const llama_norm_names[][4] = {
+    {"input_layernorm", "post_attention_layernorm", NULL, NULL},
+    {"input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"},
+    {NULL, NULL, "post_attention_layernorm", "post_feedforward_layernorm"}};
 
 static inline int llama_add_all(llama_layout *l)
 {
@@ -134,7 +135,7 @@ static inline int llama_add_all(llama_layout *l)
             return -1;
     if (!c->tied && llama_add(l, LLAMA_HEAD, -1, "lm_head", c->vocab, c->dim)) return -1;
     for (i = 0; i < c->layers; ++i) {
-        if (llama_add(l, LLAMA_NORM1, i, "input_layernorm", c->dim, 1)) return -1;
+        if (norms[0] != NULL && llama_add(l, LLAMA_NORM1, i, norms[0], c->dim, 1)) return -1;
         if (c->qk_norm && (llama_add(l, LLAMA_QNORM, i, "self_attn.q_norm", c->head_dim, 1) ||
                            llama_add(l, LLAMA_KNORM, i, "self_attn.k_norm", c->head_dim, 1)))
             return -1;
@@ -144,9 +145,9 @@ static inline int llama_add_all(llama_layout *l)
             return -1;
         if (c->attention_bias == LLAMA_BIAS_QKVO && llama_add(l, LLAMA_BO, i, "self_attn.o_proj", c->dim, 1))
             return -1;
-        if (llama_add(l, LLAMA_NORM2, i, norms[0], c->dim, 1) ||
-            (norms[1] != NULL && (llama_add(l, LLAMA_POST_NORM1, i, norms[1], c->dim, 1) ||
-                                  llama_add(l, LLAMA_POST_NORM2, i, norms[2], c->dim, 1))))
+        if (norms[1] != NULL && llama_add(l, LLAMA_NORM2, i, norms[1], c->dim, 1)) return -1;
+        if (norms[2] != NULL && (llama_add(l, LLAMA_POST_NORM1, i, norms[2], c->dim, 1) ||
+                                 llama_add(l, LLAMA_POST_NORM2, i, norms[3], c->dim, 1)))
             return -1;
     }
     return llama_add(l, LLAMA_NORM, -1, "model.norm", c->dim, 1);

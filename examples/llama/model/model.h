@@ -46,10 +46,14 @@ typedef struct model {
     llama_rates rates; /* of RoPE, for the tokens of the plan */
     size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
-    int zero;           /* stage: what is sharded over the ranks */
-    int prefetch;       /* stage 3: the next unit's weights are gathered while one is used */
-    upipe_dtype reduce; /* in which gradients are sent to be summed */
-    int64_t accumulate; /* micro-batches of a step */
+    int zero;              /* stage: what is sharded over the ranks */
+    int prefetch;          /* stage 3: the next unit's weights are gathered while one is used */
+    upipe_dtype reduce;    /* in which gradients are sent to be summed */
+    int offload_weights;   /* stage 3: weights are in the second pool, and gathered from there */
+    int offload_optimizer; /* the optimizer's states, and gradients that are sharded, are in the second pool */
+    int64_t accumulate;    /* micro-batches of a step */
+    int replicas,
+        replica; /* groups of ranks with sequences of their own, and which of them this rank is in */
     const int64_t *
         borders; /* cu_seqlens that a dry run counts with, of each micro-batch, one behind the other; NULL: none */
     int64_t borders_n; /* of one micro-batch, [borders_n + 1] */
@@ -87,6 +91,7 @@ static inline upipe_status model_init(model *m, const llama_layout *layout, cons
     UPIPE_TRY(upipe_plan_init(&m->plan, &d, e));
     m->rows = m->plan.rows;
     m->accumulate = 1;
+    m->replicas = 1;
     llama_rates_make(&m->rates, c, d.tokens);
     return UPIPE_OK;
 }
@@ -137,15 +142,22 @@ static inline size_t model_unit(const model *m)
     return (size_t)(m->rows * m->plan.desc.model_dim) * upipe_dtype_bytes(m->plan.desc.dtype);
 }
 
-/* Ranks of the run, of all teams and rings, and this one of them: neighbours are a team. */
-static inline int model_world(const model *m)
+/* Ranks that share a sequence. */
+static inline int model_sharers(const model *m)
 {
     return m->plan.desc.ranks * m->plan.desc.ring;
 }
 
+/* Ranks of the run, of all teams, rings and replicas, and this one of them: neighbours are a team, and replicas follow one
+ * another. */
+static inline int model_world(const model *m)
+{
+    return m->replicas * model_sharers(m);
+}
+
 static inline int model_world_rank(const model *m)
 {
-    return m->plan.desc.ring_rank * m->plan.desc.ranks + m->plan.desc.rank;
+    return m->replica * model_sharers(m) + m->plan.desc.ring_rank * m->plan.desc.ranks + m->plan.desc.rank;
 }
 
 /* A tensor's rows of part i. */

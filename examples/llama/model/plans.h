@@ -17,10 +17,19 @@
 #include "../../common/cli.h"
 #include "../../common/methods.h"
 
-/* Fills in the defaults, and refuses a flag that the method does not heed. */
-static inline int method_resolve(method_choice *how)
+/* 0, or refuses replicas that have not as many ranks each. */
+static inline int method_replicas(const method_choice *how, int replicas)
+{
+    if (how->ranks % replicas == 0) return 0;
+    return cli_refuse("--ranks %d does not divide into --replicas %d", how->ranks, replicas);
+}
+
+/* Fills in the defaults, and refuses a flag that the method does not heed. how->ranks: of all replicas */
+static inline int method_resolve(method_choice *how, int replicas)
 {
     const method_kind *a = &method_kinds[how->method];
+    const int ranks = how->ranks / replicas; /* of one */
+    if (method_replicas(how, replicas) != 0) return 1 + EXIT_USAGE;
     if (how->chunk > 0 && a->stage != METHOD_CHUNK)
         return cli_refuse("--chunk %d and --method %s contradict each other: its stages take %s", how->chunk,
                           a->name, a->stage == METHOD_ALL_HEADS ? "all heads" : "a group of heads");
@@ -35,8 +44,11 @@ static inline int method_resolve(method_choice *how)
         return cli_refuse("--overlap would have no effect with --method %s", a->name);
     if (how->inner == 0 && a->inner) how->inner = 2;
     if (how->segments == 0 && a->segmented) how->segments = 4;
-    how->ring = method_ring(a, how->ranks, how->ring > 0 ? how->ring : 2);
-    if (how->ranks % how->ring == 0) return 0;
+    how->ring = method_ring(a, ranks, how->ring > 0 ? how->ring : 2);
+    if (ranks % how->ring == 0) return 0;
+    if (replicas > 1)
+        return cli_refuse("--ranks %d in --replicas %d does not divide into rings of --ring %d", how->ranks,
+                          replicas, how->ring);
     return cli_refuse("--ranks %d does not divide into rings of --ring %d", how->ranks, how->ring);
 }
 

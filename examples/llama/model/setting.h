@@ -1,6 +1,6 @@
 /* setting.h -- what decides what a rank of a training holds and does, and the model of each rank
  *
- *     setting s = {&layout, how, activations, tokens, 1, 1, UPIPE_BF16, 0, 3};
+ *     setting s = {&layout, how, 1, activations, tokens, 1, 1, UPIPE_BF16, 0, 3};
  *     setting_model(&m, &s, rank, &err);
  */
 #ifndef LLAMA_SETTING_H
@@ -10,20 +10,24 @@
 #include "model.h"
 #include "plans.h"
 
-/* how: resolved (method_resolve).  tokens: of a sequence, over all ranks.  batch: sequences of a micro-batch.  accumulate:
- * micro-batches of a step.  tile_bytes: of MLP and loss, 0 = the
+/* how: resolved (method_resolve), of the ranks of one replica.  replicas: of those ranks, each with sequences of its own.
+ * tokens: of a sequence, over all ranks of a replica.  batch: sequences of a micro-batch.  accumulate: micro-batches of a step
+ * of a replica.  tile_bytes: of MLP and loss, 0 = the
  * library's default.  zero: what is sharded over the ranks, 0 nothing to 3 everything.  reduce: the type in which
- * gradients are sent to be summed.  prefetch: with zero 3 the next unit's weights are gathered ahead.  borders: of the documents
- * that are packed into a planned step, as model.borders; NULL = none */
+ * gradients are sent to be summed.  prefetch: with zero 3 the next unit's weights are gathered ahead.  offload_optimizer,
+ * offload_weights: of the matrices, as in model.  borders: of the documents that are packed into a planned step, as
+ * model.borders; NULL = none */
 typedef struct setting {
     const llama_layout *layout;
     method_choice how;
+    int replicas;
     activations_setting activations;
     int64_t tokens, batch, accumulate;
     upipe_dtype dtype;
     size_t tile_bytes;
     int zero, prefetch;
     upipe_dtype reduce;
+    int offload_optimizer, offload_weights;
     const int64_t *borders;
     int64_t borders_n;
 } setting;
@@ -34,6 +38,8 @@ static inline setting setting_of(const options *o, const llama_layout *layout)
     setting s;
     s.layout = layout;
     s.how = o->how;
+    s.replicas = o->replicas > 0 ? o->replicas : 1; /* 0: of a program without the flag */
+    s.how.ranks /= s.replicas;
     s.activations = o->activations;
     s.tokens = o->tokens;
     s.batch = o->batch;
@@ -43,9 +49,17 @@ static inline setting setting_of(const options *o, const llama_layout *layout)
     s.zero = o->zero;
     s.prefetch = o->zero_prefetch;
     s.reduce = (upipe_dtype)o->reduce_dtype;
+    s.offload_optimizer = o->offload_optimizer;
+    s.offload_weights = o->offload_weights;
     s.borders = o->borders;
     s.borders_n = o->borders_n;
     return s;
+}
+
+/* Of all replicas. */
+static inline int setting_ranks(const setting *s)
+{
+    return s->how.ranks * s->replicas;
 }
 
 /* setting_model -- of one of all ranks
@@ -55,18 +69,22 @@ static inline upipe_status setting_model(model *m, const setting *s, int rank, u
 {
     const llama_config *c = &s->layout->config;
     upipe_plan_desc d = method_desc(&s->how, c->heads, c->kv_heads);
-    method_place(&d, rank);
+    method_place(&d, rank % s->how.ranks);
     d.tokens = s->tokens;
     d.batch = s->batch;
     d.dtype = s->dtype;
     UPIPE_TRY(model_init(m, s->layout, &d, e));
     UPIPE_TRY(method_overlapped(&s->how, &m->plan, e));
     UPIPE_TRY(model_cut(m, s->how.segments, e));
+    m->replicas = s->replicas;
+    m->replica = rank / s->how.ranks;
     m->tile_bytes = s->tile_bytes;
     m->activations = s->activations;
     m->zero = s->zero;
     m->prefetch = s->prefetch;
     m->reduce = s->reduce;
+    m->offload_optimizer = s->offload_optimizer;
+    m->offload_weights = s->offload_weights;
     m->accumulate = s->accumulate;
     m->borders = s->borders;
     m->borders_n = s->borders_n;

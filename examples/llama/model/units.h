@@ -107,6 +107,17 @@ static inline float *model_grad(const model_rank *r, llama_kind kind, int64_t la
 
 /* ---- a layer's parts, as the library describes them ---- */
 
+/* A factor as the calls take it: 0, as there is nothing to multiply, where it is 1 or the model has none. */
+static inline float model_factor(double factor)
+{
+    return factor == 1 ? 0 : (float)factor;
+}
+
+static inline float model_logit_scale(const llama_config *config)
+{
+    return config->logits_scaling > 0 ? model_factor(1 / config->logits_scaling) : 0;
+}
+
 static inline upipe_layer model_attention_layer(const model_rank *r, int64_t layer)
 {
     const llama_config *config = &r->m->layout->config;
@@ -125,6 +136,7 @@ static inline upipe_layer model_attention_layer(const model_rank *r, int64_t lay
         l.rope_dims = r->m->rates.dims;
         l.rope_interleaved = llama_families[config->family].interleaved;
     }
+    l.scale = (float)config->attention_multiplier;
     l.mask.causal = 1;
     l.mask.window = llama_window(config, layer);
     l.mask.cu_seqlens = r->borders;
@@ -169,6 +181,7 @@ static inline upipe_mlp model_mlp(const model_rank *r, int64_t layer)
     m.norm_eps = (float)r->m->layout->config.norm_eps;
     m.hidden = r->m->layout->config.hidden;
     m.residual = 1;
+    m.result_scale = model_factor(r->m->layout->config.residual_multiplier);
     m.tile_bytes = r->m->tile_bytes;
     return m;
 }
@@ -180,6 +193,7 @@ static inline upipe_head model_head(const model_rank *r)
     h.w = model_weight(r, model_head_kind(r), -1);
     h.norm_weight = model_vector(r, LLAMA_NORM, -1);
     h.norm_eps = (float)r->m->layout->config.norm_eps;
+    h.logit_scale = model_logit_scale(&r->m->layout->config);
     h.vocab = r->m->layout->config.vocab;
     h.tile_bytes = r->m->tile_bytes;
     return h;

@@ -23,8 +23,8 @@ static inline int run_fill(run_rank *k, const corpus *text, int64_t b, int64_t w
     return lost;
 }
 
-/* Sequences from number `first` on, of the training's shuffled windows, or of the evaluation's in their order: micro-batches
- * one behind the other, and the borders of their documents likewise. */
+/* This replica's sequences of those from number `first` on, of the training's shuffled windows, or of the evaluation's in their
+ * order: micro-batches one behind the other, and the borders of their documents likewise. */
 static inline upipe_status run_batch(const run *u, run_rank *k, const corpus *text, int64_t first,
                                      int64_t sequences, trainer_batch *out)
 {
@@ -39,10 +39,10 @@ static inline upipe_status run_batch(const run *u, run_rank *k, const corpus *te
     out->stop = run_signal;
     if (text->packed) out->borders = k->borders;
     for (n = 0; n < sequences; ++n) {
-        const int trains = text == &u->text, is_there = trains || first + n < text->windows;
-        const int64_t b = n % batch, at = n / batch * m->rows;
-        const int64_t window =
-            !trains ? first + n : data_window(text, &k->order, (uint64_t)u->o.seed, first + n);
+        const int64_t b = n % batch, at = n / batch * m->rows,
+                      number = run_sequence(&u->o, m->replica, first, n);
+        const int trains = text == &u->text, is_there = trains || number < text->windows;
+        const int64_t window = !trains ? number : data_window(text, &k->order, (uint64_t)u->o.seed, number);
         if (window < 0) return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the order of the text");
         if (text->packed) {
             used += b == 0 && n > 0; /* behind those of the micro-batch before */

@@ -1,8 +1,8 @@
 /* eval.h -- the loss of another text, of which nothing is learnt: --eval
  *
- * All windows of the text in their order, a batch of the training's size at a time, forward alone. Each target's loss is
- * rounded to a multiple of 2^-24 nats, so that sums are whole numbers: the value does not depend on how many ranks add up
- * which of them.
+ * All windows of the text in their order, a batch of the training's size for each replica at a time, forward alone. Each target's loss is
+ * rounded to a multiple of 2^-24 nats, so that sums are whole numbers: the value does not depend on how many ranks and
+ * replicas add up which of them.
  */
 #ifndef LLAMA_EVAL_H
 #define LLAMA_EVAL_H
@@ -41,7 +41,7 @@ static inline upipe_status run_evaluate(run *u, run_rank *k)
     trainer_score sum;
     int64_t window;
     memset(&sum, 0, sizeof sum);
-    for (window = 0; window < u->held.windows && !sum.stop && !sum.lost; window += batch) {
+    for (window = 0; window < u->held.windows && !sum.stop && !sum.lost; window += batch * u->o.replicas) {
         trainer_batch b;
         UPIPE_TRY(run_batch(u, k, &u->held, window, batch, &b));
         UPIPE_TRY(trainer_evaluate(&k->t, &b, &sum));

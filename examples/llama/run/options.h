@@ -130,6 +130,8 @@ static inline int options_contradictions(const options *o)
             "--window, --qk-norm and --attention-bias contradict each other: no model that is built has these together");
     if (options_given(o, &o->activations) && o->offload)
         return cli_refuse("--offload is --activations offload: only one of them can be given");
+    if (o->offload_weights && (o->zero < 3 || !o->offload_optimizer))
+        return cli_refuse("--offload-weights wants --zero 3 and --offload-optimizer");
     if (o->zero_prefetch && o->zero < 3)
         return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",
                           o->zero);
@@ -143,6 +145,7 @@ static inline int options_contradictions(const options *o)
         if (o->given[i] && (flag_rows[i].traits & FLAG_TRAINING))
             return cli_refuse("--plan trains nothing, so --%s would have no effect", flag_rows[i].name);
     if (o->eval == NULL && options_given(o, &o->eval_every)) return cli_refuse("--eval-every wants --eval");
+    if (o->eval == NULL && o->eval_mask != NULL) return cli_refuse("--eval-mask wants --eval");
     if (o->save == NULL && options_given(o, &o->save_every)) return cli_refuse("--save-every wants --save");
     if (o->save == NULL && options_given(o, &o->keep)) return cli_refuse("--keep wants --save");
     for (i = 0; i < 3 && o->sample == 0; ++i)
@@ -163,7 +166,8 @@ static inline int options_id(const char *text, const char *flag, int64_t *id)
 /* Flags of tokens and their files. */
 static inline int options_tokens(options *o)
 {
-    const void *const members[] = {&o->token_type, &o->end_token, &o->documents, &o->shuffle, &o->loss_mask};
+    const void *const members[] = {&o->token_type, &o->end_token, &o->documents,
+                                   &o->shuffle,    &o->loss_mask, &o->eval_mask};
     size_t i;
     int status;
     if (o->tokens_file != NULL && o->data != NULL)
@@ -193,14 +197,14 @@ static inline data_request options_request(const options *o, int64_t vocab)
     return q;
 }
 
-/* And of what is evaluated, which is cut as it is: no order, and no loss mask. */
+/* And of what is evaluated, which is cut in its order. */
 static inline data_request options_eval_request(const options *o, int64_t vocab)
 {
     data_request q = options_request(o, vocab);
     q.text = o->data != NULL ? o->eval : NULL;
     q.files = o->data != NULL ? NULL : o->eval;
     q.by_documents = 0;
-    q.mask = NULL;
+    q.mask = o->eval_mask;
     return q;
 }
 
@@ -266,6 +270,11 @@ static inline int options_resume(options *o, const char *folder, llama_run *run,
     const flag_row *row;
     options_fields(&found, llama_run_fields, LLAMA_RUN_FIELDS, run, 1);
     found.dtype = (int)dtype;
+    found.accumulate /= o->replicas;
+    if (found.accumulate * o->replicas != run->accumulate)
+        return cli_fail(
+            "%s was trained with %lld micro-batches a step, which do not divide among --replicas %d", folder,
+            (long long)run->accumulate, o->replicas);
     row = options_adopt(o, &found, FLAG_DATA | FLAG_SCHEDULE);
     if (row == NULL) return options_schedule(o) == 0 ? 0 : -1;
     return cli_fail("%s was trained with --%s %s, not --%s %s; --load starts anew with its weights", folder,
@@ -278,8 +287,11 @@ static inline int options_resolve(options *o)
     const int64_t head_dim = (o->model_dim + o->heads - 1) / o->heads;
     int status = options_contradictions(o);
     if (status == 0) status = options_tokens(o);
-    if (status == 0) status = method_resolve(&o->how);
+    if (status == 0) status = method_resolve(&o->how, o->replicas);
     if (status != 0) return status;
+    if (o->accumulate * o->replicas > (int64_t)flag_limits("accumulate")->most)
+        return cli_refuse("--accumulate %lld with --replicas %d: a step has at most %.0f micro-batches",
+                          (long long)o->accumulate, o->replicas, flag_limits("accumulate")->most);
     if (!options_given(o, &o->head_dim)) o->head_dim = head_dim < 32 ? 32 : (int)((head_dim + 7) / 8 * 8);
     if (!options_given(o, &o->ff_dim)) o->ff_dim = (8 * o->model_dim + 191) / 192 * 64;
     if (o->offload) o->activations.kind = ACTIVATIONS_OFFLOAD;

@@ -69,7 +69,8 @@ static inline int run_like(const run *u, int rank)
     return r;
 }
 
-/* Borders of the first step's packed documents, for what a ring sends then. 0, or -1 with the sentence out. */
+/* Borders in the first replica's first step, where documents are packed, for what its ring sends then. 0, or -1 with the
+ * sentence out. */
 static inline int run_plan_borders(run *u)
 {
     options *o = &u->o;
@@ -82,7 +83,8 @@ static inline int run_plan_borders(run *u)
     data_order_init(&order);
     for (n = 0; o->borders != NULL && window >= 0 && n < sequences; ++n) {
         const int64_t b = n % o->batch;
-        window = data_window(&u->text, &order, (uint64_t)o->seed, u->position.step * sequences + n);
+        window = data_window(&u->text, &order, (uint64_t)o->seed,
+                             run_sequence(o, 0, u->position.step * run_step_sequences(o), n));
         o->borders_n += b == 0 && n > 0;
         if (window >= 0)
             o->borders_n += data_borders(&u->text, &order, window, b * o->tokens, o->borders + o->borders_n);

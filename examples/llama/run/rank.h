@@ -19,6 +19,19 @@ static inline upipe_status run_allocate(const run *u, run_rank *k)
     return k->events != NULL ? UPIPE_OK : upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for a trace");
 }
 
+/* The CPU's table for what is updated in the second pool; the ranks of this machine share its threads. */
+static inline upipe_status run_open_host(const run *u, run_rank *k)
+{
+    const long threads = sysconf(_SC_NPROCESSORS_ONLN) / u->net.near;
+    if (pool_init(&k->threads, threads < 1 ? 1 : threads < POOL_MAX ? (int32_t)threads : POOL_MAX) != 0)
+        return upipe_fail(&k->c.err, UPIPE_ERR_BACKEND, "no threads for the optimizer");
+    k->par = pool_par(&k->threads);
+    device_table(DEVICE_CPU, &k->host);
+    k->host.par = &k->par;
+    k->t.host = &k->host;
+    return UPIPE_OK;
+}
+
 /* New weights, or those of a folder. */
 static inline upipe_status run_begin(const run *u, trainer *t)
 {
@@ -38,6 +51,7 @@ static inline upipe_status run_open(run *u, run_rank *k, int rank)
     UPIPE_TRY(upipe_comm_barrier(&k->c, world)); /* all have started */
     UPIPE_TRY(run_allocate(u, k));
     UPIPE_TRY(trainer_open(&k->t, &k->m, &k->c, world, &k->p.host));
+    if (u->o.offload_optimizer) UPIPE_TRY(run_open_host(u, k));
     k->t.r.kept.side = &k->p.d;
     k->t.timed = u->log != NULL && rank == u->net.first;
     if (u->o.zero_prefetch) {
@@ -98,6 +112,7 @@ static inline upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
     position.text_bytes = u->text.ids.bytes;
     position.text_hash = u->text.hash;
     options_fields(&u->o, llama_run_fields, LLAMA_RUN_FIELDS, &position, 0);
+    position.accumulate *= u->o.replicas;
     UPIPE_TRY(llama_save(t->r.c, t->world, u->o.save, &t->state, &position, keep));
     UPIPE_TRY(upipe_comm_barrier(t->r.c, t->world)); /* all have read `saved` */
     if (t->world->rank == u->net.first) u->saved = step;
@@ -161,6 +176,7 @@ static inline upipe_status run_close(run_rank *k, upipe_status s)
     if (s != UPIPE_OK) trainer_stop(&k->t);
     if (s == UPIPE_OK) s = pools_destroy(&k->p, &k->c.err);
     trainer_close(&k->t);
+    if (k->threads.workers > 0) pool_free(&k->threads);
     data_order_free(&k->order);
     free(k->borders);
     free(k->inputs);
@@ -174,7 +190,7 @@ static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
 {
     run *u = (run *)user;
     run_rank *k = &u->ranks[rank];
-    const int64_t sequences = u->o.batch * u->o.accumulate; /* of a step */
+    const int64_t sequences = u->o.batch * u->o.accumulate; /* of a step, of this replica */
     upipe_status s = run_open(u, k, rank);
     if (s == UPIPE_OK && u->o.steps == 0 && run_evaluates(u, 0)) s = run_evaluate(u, k);
     while (s == UPIPE_OK && k->step < u->o.steps && !k->ended) {
@@ -182,7 +198,7 @@ static inline upipe_status run_rank_main(void *user, int rank, upipe_err *why)
         const trainer_rates rates = run_rates(u, ++k->step);
         trainer_batch batch;
         trainer_result result;
-        s = run_batch(u, k, &u->text, (k->step - 1) * sequences, sequences, &batch);
+        s = run_batch(u, k, &u->text, (k->step - 1) * run_step_sequences(&u->o), sequences, &batch);
         if (s == UPIPE_OK) s = trainer_step(&k->t, &batch, &rates, &result);
         if (s == UPIPE_OK && result.lost)
             s = run_lost(u, k, result.lost, "updated");

@@ -67,7 +67,7 @@ static inline int run_train(run *u)
     if (world_agree(&u->net, bad) != 0) return -1;
     run_signals_catch();
     u->net.caught = &run_signal;
-    s = world_split(&u->net, u->o.how.ranks / u->o.how.ring, u->o.how.ring, &e);
+    s = world_split(&u->net, u->o.how.ranks / u->o.replicas / u->o.how.ring, u->o.how.ring, &e);
     if (s != UPIPE_OK) return run_fail(s, &e);
     bad = world_run(&u->net, run_rank_main, u, "");
     world_join(&u->net);

@@ -27,6 +27,7 @@ static void report_ranks(const run *u)
 {
     const method_choice *how = &u->o.how;
     printf("%s, %d ranks", method_kinds[how->method].name, how->ranks);
+    if (u->o.replicas > 1) printf(" in %d replicas", u->o.replicas);
     if (how->ring > 1) printf(" in rings of %d", how->ring);
     if (how->inner > 1) printf(" of rings of %d", how->inner);
     if (how->segments > 0) printf(", %d segments", how->segments);
@@ -90,7 +91,7 @@ static int report_largest(const run *u)
 static int report_slope(const run *u, report_total *slope)
 {
     const upipe_plan_desc *d = &u->ranks[0].m.plan.desc;
-    const double rows = (double)(u->o.tokens * u->o.batch) / u->o.how.ranks;
+    const double rows = (double)(u->o.tokens * u->o.batch * u->o.replicas) / u->o.how.ranks;
     const double unit = rows * (double)(d->model_dim * (int64_t)upipe_dtype_bytes(d->dtype));
     const report_total one = report_all(u);
     report_total two;
@@ -140,8 +141,9 @@ static int report_plan(const run *u, report_total *slope)
     printf("  host %9.2f   slab %9.2f   the second pool\n", slope->host, slope->host_slab);
     printf("one more of the sequence, all ranks together: slabs %.0f bytes, second pools %.0f bytes\n",
            slope->slabs, slope->host_slabs);
-    if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 && u->o.how.ranks == 8 &&
-        u->o.dtype == UPIPE_BF16 && report_paper_slope[u->o.how.method] > 0)
+    if (c->layers == 32 && c->dim == 4096 && c->heads == 32 && c->kv_heads == 8 &&
+        u->o.how.ranks / u->o.replicas == 8 && u->o.dtype == UPIPE_BF16 &&
+        report_paper_slope[u->o.how.method] > 0)
         printf("\nmeasured by the paper for Llama3-8B on 8 GPUs, layers' inputs in host memory: %.1f (%s)\n",
                report_paper_slope[u->o.how.method], method_kinds[u->o.how.method].name);
     return 0;
@@ -177,7 +179,7 @@ static void report_table(const run *u)
     report_ranks(u);
     printf(", %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n",
            upipe_dtype_name((upipe_dtype)u->o.dtype), (long long)(u->layout.weights + u->layout.vectors),
-           (long long)c->layers, (long long)(u->o.batch * u->o.accumulate), (long long)u->o.tokens);
+           (long long)c->layers, (long long)run_step_sequences(&u->o), (long long)u->o.tokens);
     if (u->done > 0) {
         printf("steps %lld to %lld: loss %.4f -> %.4f, %.0f tokens/s\n", (long long)u->position.step + 1,
                (long long)(u->position.step + u->done), u->loss[0], u->loss[u->done - 1],
@@ -302,11 +304,11 @@ static int report_json(const run *u, files *all, const report_total *slope)
 static void report_trace_rank(void *user, FILE *f, int rank)
 {
     const run *u = (const run *)user;
-    upipe_mem pool; /* it is gone, its trace is not */
-    memset(&pool, 0, sizeof pool);
-    pool.events = u->ranks[rank].events;
-    pool.events_n = u->ranks[rank].events_n;
-    upipe_mem_trace_write(&pool, f, rank, rank == 0);
+    upipe_mem traced; /* it is gone, its trace is not */
+    memset(&traced, 0, sizeof traced);
+    traced.events = u->ranks[rank].events;
+    traced.events_n = u->ranks[rank].events_n;
+    upipe_mem_trace_write(&traced, f, rank, rank == 0);
 }
 
 /* All processes together; rank 0's writes. */
@@ -382,6 +384,8 @@ static int report_spare_tokens(const run *u, const char *path)
         if (files_spare(path, "--eval", u->held.ids.file[i].path) != 0) return -1;
     for (i = 0; i < u->text.mask.files; ++i)
         if (files_spare(path, "--loss-mask", u->text.mask.file[i].path) != 0) return -1;
+    for (i = 0; i < u->held.mask.files; ++i)
+        if (files_spare(path, "--eval-mask", u->held.mask.file[i].path) != 0) return -1;
     return 0;
 }
 

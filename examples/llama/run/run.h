@@ -14,6 +14,7 @@
 #include "upipe/upipe.h"
 
 #include "../../common/device_flag.h"
+#include "../../common/pool.h"
 #include "../../common/world.h"
 #include "../files/data.h"
 #include "../model/setting.h"
@@ -30,6 +31,9 @@ typedef struct run_rank {
     memory_plan plan;
     pools p;
     side_stream ahead; /* where weights are gathered ahead */
+    upipe_ops host;    /* of the CPU, for what is updated in the second pool; its threads */
+    pool threads;
+    upipe_par par;
     upipe_mem_event *events;
     int64_t events_n;
     size_t phase[MODEL_PHASES], peak, host_peak;
@@ -81,10 +85,22 @@ typedef struct run {
     int broke;          /* nonzero: a step's loss or gradient is not finite; the sentence is out */
 } run;
 
+/* Sequences of a step, of all replicas. */
+static inline int64_t run_step_sequences(const options *o)
+{
+    return o->batch * o->accumulate * o->replicas;
+}
+
+/* The number of a replica's sequence n of those from `first` on: the replicas take micro-batches in turn. */
+static inline int64_t run_sequence(const options *o, int replica, int64_t first, int64_t n)
+{
+    return first + (n / o->batch * o->replicas + replica) * o->batch + n % o->batch;
+}
+
 /* Tokens of a step. */
 static inline double run_step_tokens(const run *u)
 {
-    return (double)u->o.tokens * (double)u->o.batch * (double)u->o.accumulate;
+    return (double)u->o.tokens * (double)run_step_sequences(&u->o);
 }
 
 static inline int run_fail(upipe_status s, const upipe_err *e)

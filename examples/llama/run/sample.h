@@ -32,7 +32,7 @@ static inline upipe_status sample_model(model *m, const model *trained, upipe_er
 {
     upipe_plan_desc d = trained->plan.desc;
     const int segments = trained->fpdt.segments;
-    const int64_t parts = (int64_t)model_world(trained) * (segments > 0 ? segments : 2);
+    const int64_t parts = (int64_t)model_sharers(trained) * (segments > 0 ? segments : 2);
     const int64_t context = parts < SAMPLE_CONTEXT ? SAMPLE_CONTEXT / parts * parts : parts;
     upipe_status s;
     if (d.tokens > context) d.tokens = context;
@@ -44,6 +44,8 @@ static inline upipe_status sample_model(model *m, const model *trained, upipe_er
     m->zero = trained->zero;
     m->prefetch = trained->prefetch;
     m->reduce = trained->reduce;
+    m->replicas = trained->replicas;
+    m->replica = trained->replica;
     return s;
 }
 
@@ -102,7 +104,9 @@ static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const s
     mine[1] = request->stop != NULL && *request->stop != 0;
     UPIPE_TRY(upipe_comm_all_gather(c, world, buf->gathered, mine, 2));
     for (rank = 0, *token = *stop = 0; rank < world->ranks; ++rank) {
-        *token |= (int32_t)buf->gathered[2 * rank]; /* 0 but for the rank that holds the last token */
+        *token |=
+            (int32_t)
+                buf->gathered[2 * rank]; /* 0 but for the rank of each replica that holds the last token */
         *stop |= buf->gathered[2 * rank + 1] != 0;
     }
     return UPIPE_OK;

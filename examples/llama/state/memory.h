@@ -130,7 +130,7 @@ static inline upipe_status memory_life(memory_dry *d, trainer *t, memory_then *t
     plan->sent_team = d->dry.team.sent_bytes;
     plan->sent_ring = d->dry.ring.sent_bytes;
     plan->work = d->dry.work;
-    plan->moved = t->r.kept.moved;
+    plan->moved = trainer_moved(t);
     if (then != NULL) UPIPE_TRY(then(t, user));
     return trainer_free_block(t);
 }
@@ -240,14 +240,16 @@ static inline double memory_least(const model *m, double *host)
     llama_state held;
     int group;
     llama_state_init(&held, m->layout, m->plan.desc.dtype, m->zero, model_world_rank(m), model_world(m));
+    *host = (double)away * u;
     for (group = 0; group < LLAMA_GROUPS; ++group) {
         const upipe_zero *z = &held.zero[group];
         const double e = (double)upipe_dtype_bytes(z->dtype);
-        state += (double)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * e +
-                 (double)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4 +
-                 (double)upipe_zero_held(z, UPIPE_ZERO_STATES) * (e < 4 ? 12 : 8);
+        const int states_away = group == LLAMA_WEIGHTS && m->offload_optimizer;
+        *(group == LLAMA_WEIGHTS && m->offload_weights ? host : &state) +=
+            (double)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * e;
+        *(states_away && m->zero >= 2 ? host : &state) += (double)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4;
+        *(states_away ? host : &state) += (double)upipe_zero_held(z, UPIPE_ZERO_STATES) * (e < 4 ? 12 : 8);
     }
-    *host = (double)away * u;
     return state + (double)m->rows * 12 + u + (double)here * u;
 }
 

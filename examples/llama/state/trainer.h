@@ -12,6 +12,9 @@
  * The loss is the mean over all valid targets of all ranks and micro-batches, however unequally these hold them: they are
  * counted before the first forward.
  *
+ * With model.offload_optimizer the states of matrices lie in the second pool, and so do their gradients where they are
+ * sharded, and with model.offload_weights the weights; a CPU's table updates them there (offload.h). The bits are those that its adamw gives in the rank's pool.
+ *
  * A step runs model.accumulate micro-batches in turn. Where each rank holds whole gradients, their sums over micro-batches
  * are summed over ranks once, at the end; where gradients are sharded, each micro-batch's sums over ranks are added to the
  * slices.
@@ -22,6 +25,7 @@
 #define LLAMA_TRAINER_H
 
 #include "../model/backward.h"
+#include "offload.h"
 #include "state.h"
 
 /* Phases of a step whose seconds are measured. */
@@ -39,6 +43,7 @@ typedef struct trainer {
     int64_t *gathered;       /* [ranks][2] */
     double *sums;            /* [trainer_sums()], as they come from the device */
     double losses;           /* the sum of the earlier micro-batches of the step */
+    const upipe_ops *host;   /* a CPU's table, for what is in the second pool */
     int timed;               /* the rank waits for its stream behind each phase, and takes the pool's time */
 } trainer;
 
@@ -66,12 +71,19 @@ typedef struct trainer_result {
     double seconds[TRAINER_PHASES]; /* where the trainer is timed: this rank's */
 } trainer_result;
 
-static inline upipe_status trainer_alloc_floats(trainer *t, float **out, int64_t n, int use, const char *tag)
+static inline upipe_status trainer_alloc_floats(trainer *t, upipe_mem *pool, float **out, int64_t n, int use,
+                                                const char *tag)
 {
     void *data;
-    UPIPE_TRY(upipe_mem_alloc(t->r.c->mem, &data, (size_t)n * 4, use, tag, &t->r.c->err));
+    UPIPE_TRY(upipe_mem_alloc(pool, &data, (size_t)n * 4, use, tag, &t->r.c->err));
     *out = (float *)data;
     return UPIPE_OK;
+}
+
+/* Whether a group's states are in the second pool: vectors are few, and stay. */
+static inline int trainer_away(const trainer *t, int group)
+{
+    return group == LLAMA_WEIGHTS && t->m.offload_optimizer;
 }
 
 /* Numbers that a step sums: two of the losses, and two of each unit's gradients. */
@@ -81,7 +93,7 @@ static inline int64_t trainer_sums(const model *m)
 }
 
 /* trainer_open -- a rank's trainer over its pools; trainer_close frees what it needs of the host
- *   host    the second pool
+ *   host    the second pool. Where the rank's table is not a CPU's, t->host is to be set to one before trainer_alloc
  *   errors  MEMORY; trainer_close all the same
  */
 static inline upipe_status trainer_open(trainer *t, const model *m, upipe_ctx *c, upipe_comm *world,
@@ -90,6 +102,7 @@ static inline upipe_status trainer_open(trainer *t, const model *m, upipe_ctx *c
     memset(t, 0, sizeof *t);
     t->m = *m;
     t->world = world;
+    t->host = c->ops;
     t->r.c = c;
     t->r.second = t->r.kept.second = host;
     t->r.kept.layer = (activations_kept *)calloc((size_t)m->layout->config.layers, sizeof *t->r.kept.layer);
@@ -106,17 +119,36 @@ static inline void trainer_close(trainer *t)
     free(t->sums);
 }
 
-/* How the states of the weights are shared beyond their stage: norm weights are few, their sums stay f32. */
+/* How the states of the weights are shared beyond their stage: norm weights are few, their sums stay f32, and here. */
 static inline upipe_status trainer_share(trainer *t)
 {
     upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
     z->sent = t->m.reduce;
+    z->grads_away = t->m.offload_optimizer && t->m.zero >= 2;
+    z->weights_away = t->m.offload_weights;
     if (!t->m.prefetch) return UPIPE_OK;
     z->side = t->side;
     z->side_world = t->side_world;
     if (t->side != NULL && t->m.zero == 3) return UPIPE_OK;
     return upipe_fail(&t->r.c->err, UPIPE_ERR_ARG,
                       "weights are gathered ahead on a side stream, with ZeRO 3");
+}
+
+/* The optimizer's states of a group. The moments are zeroed, where they are. */
+static inline upipe_status trainer_alloc_states(trainer *t, int group)
+{
+    const int64_t n = upipe_zero_held(&t->state.zero[group], UPIPE_ZERO_STATES);
+    const int away = trainer_away(t, group);
+    upipe_ctx *c = t->r.c;
+    const upipe_ops *ops = away ? t->host : c->ops;
+    upipe_mem *pool = away ? t->r.second : c->mem;
+    llama_state *state = &t->state;
+    UPIPE_TRY(trainer_alloc_floats(t, pool, &state->m[group], n, UPIPE_USE_STATES, "moments"));
+    UPIPE_TRY(trainer_alloc_floats(t, pool, &state->v[group], n, UPIPE_USE_STATES, "moments"));
+    UPIPE_TRY(ops->zero(c, state->m[group], (size_t)n * 4));
+    UPIPE_TRY(ops->zero(c, state->v[group], (size_t)n * 4));
+    if (state->zero[group].dtype == UPIPE_F32) return UPIPE_OK;
+    return trainer_alloc_floats(t, pool, &state->master, n, UPIPE_USE_STATES, "master");
 }
 
 /* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, second, kept are set
@@ -130,7 +162,6 @@ static inline upipe_status trainer_alloc(trainer *t)
     const size_t ids = (size_t)t->m.rows * 4; /* bytes */
     upipe_ctx *c = t->r.c;
     llama_state *state = &t->state;
-    int64_t held;
     void *data;
     int group;
     llama_state_init(state, t->m.layout, dtype, t->m.zero, model_world_rank(&t->m), model_world(&t->m));
@@ -139,24 +170,20 @@ static inline upipe_status trainer_alloc(trainer *t)
         upipe_zero *z = &state->zero[group];
         z->world = t->world;
         UPIPE_TRY(upipe_zero_check(c, z));
-        UPIPE_TRY(upipe_alloc(c, &z->weights,
-                              (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
-                              UPIPE_USE_WEIGHTS, group == LLAMA_WEIGHTS ? "weights" : "vectors"));
-        UPIPE_TRY(trainer_alloc_floats(t, &z->grads, upipe_zero_held(z, UPIPE_ZERO_GRADS),
-                                       UPIPE_USE_GRADIENTS, "gradients"));
-        held = upipe_zero_held(z, UPIPE_ZERO_STATES);
-        UPIPE_TRY(trainer_alloc_floats(t, &state->m[group], held, UPIPE_USE_STATES, "moments"));
-        UPIPE_TRY(trainer_alloc_floats(t, &state->v[group], held, UPIPE_USE_STATES, "moments"));
-        UPIPE_TRY(c->ops->zero(c, state->m[group], (size_t)held * 4));
-        UPIPE_TRY(c->ops->zero(c, state->v[group], (size_t)held * 4));
-        if (z->dtype != UPIPE_F32)
-            UPIPE_TRY(trainer_alloc_floats(t, &state->master, held, UPIPE_USE_STATES, "master"));
+        UPIPE_TRY(
+            upipe_mem_alloc(z->weights_away ? t->r.second : c->mem, &z->weights,
+                            (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
+                            UPIPE_USE_WEIGHTS, group == LLAMA_WEIGHTS ? "weights" : "vectors", &c->err));
+        UPIPE_TRY(trainer_alloc_floats(t, z->grads_away ? t->r.second : c->mem, &z->grads,
+                                       upipe_zero_held(z, UPIPE_ZERO_GRADS), UPIPE_USE_GRADIENTS,
+                                       "gradients"));
+        UPIPE_TRY(trainer_alloc_states(t, group));
     }
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, ids, UPIPE_USE_INPUT, "tokens", &c->err));
     t->r.tokens = (int32_t *)data;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, ids, UPIPE_USE_INPUT, "tokens", &c->err));
     t->r.targets = (int32_t *)data;
-    UPIPE_TRY(trainer_alloc_floats(t, &t->r.losses, t->m.rows, UPIPE_USE_INPUT, "losses"));
+    UPIPE_TRY(trainer_alloc_floats(t, c->mem, &t->r.losses, t->m.rows, UPIPE_USE_INPUT, "losses"));
     t->r.m = &t->m;
     t->r.zero = &state->zero[LLAMA_WEIGHTS];
     t->r.vectors = (const float *)state->zero[LLAMA_VECTORS].weights;
@@ -179,17 +206,27 @@ static inline int64_t trainer_sent(const trainer *t)
            (t->side_world != NULL ? t->side_world->sent_bytes : 0);
 }
 
+/* trainer_moved -- bytes copied between the rank's two pools so far */
+static inline int64_t trainer_moved(const trainer *t)
+{
+    return t->r.kept.moved + t->state.zero[LLAMA_WEIGHTS].moved;
+}
+
 static inline upipe_status trainer_free_block(trainer *t)
 {
     const llama_state *state = &t->state;
+    upipe_err *err = &t->r.c->err;
+    upipe_mem *const own = t->r.c->mem;
     int group;
     for (group = 0; group < LLAMA_GROUPS; ++group) {
-        UPIPE_TRY(upipe_free(t->r.c, state->zero[group].weights));
-        UPIPE_TRY(upipe_free(t->r.c, state->zero[group].grads));
-        UPIPE_TRY(upipe_free(t->r.c, state->m[group]));
-        UPIPE_TRY(upipe_free(t->r.c, state->v[group]));
+        const upipe_zero *z = &state->zero[group];
+        upipe_mem *states = trainer_away(t, group) ? t->r.second : own;
+        UPIPE_TRY(upipe_mem_free(z->weights_away ? t->r.second : own, z->weights, err));
+        UPIPE_TRY(upipe_mem_free(z->grads_away ? t->r.second : own, z->grads, err));
+        UPIPE_TRY(upipe_mem_free(states, state->m[group], err));
+        UPIPE_TRY(upipe_mem_free(states, state->v[group], err));
+        if (z->dtype != UPIPE_F32) UPIPE_TRY(upipe_mem_free(states, state->master, err));
     }
-    UPIPE_TRY(upipe_free(t->r.c, state->master));
     UPIPE_TRY(upipe_free(t->r.c, t->r.tokens));
     UPIPE_TRY(upipe_free(t->r.c, t->r.targets));
     return upipe_free(t->r.c, t->r.losses);
@@ -238,28 +275,47 @@ static inline upipe_status trainer_phase_end(trainer *t, trainer_result *result,
     return UPIPE_OK;
 }
 
+/* The sums of squares of a group's slices of units. */
+static inline upipe_status trainer_squares(trainer *t, int group, double *sums)
+{
+    const upipe_zero *z = &t->state.zero[group];
+    int unit;
+    for (unit = 0; unit < z->units; ++unit)
+        UPIPE_TRY(trainer_total(t->r.c, sums + 2 * unit, (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit),
+                                upipe_zero_slice(z, unit).n, 1));
+    return UPIPE_OK;
+}
+
+/* The same where the slices are in the second pool; the host has waited for them. */
+static inline upipe_status trainer_squares_away(trainer *t, int group, double *sums)
+{
+    const upipe_ops *const own = t->r.c->ops;
+    upipe_status s;
+    t->r.c->ops = t->host;
+    s = trainer_squares(t, group, sums);
+    t->r.c->ops = own;
+    return s;
+}
+
 /* The slices of the gradients are sums over ranks; what the loss and the gradient's norm are, all ranks learn. The norm's
  * squares are added up by slices of units, in order: so in every stage alike. */
 static inline upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_result *result)
 {
     upipe_ctx *c = t->r.c;
     const size_t bytes = (size_t)trainer_sums(&t->m) * sizeof *t->sums;
-    double squares = 0, *at;
+    const upipe_zero *z = t->state.zero;
+    double squares = 0;
     int64_t mine[2], i;
-    int group, unit;
+    int group;
     void *sums;
     for (group = 0; group < LLAMA_GROUPS; ++group) UPIPE_TRY(upipe_zero_grads_sum(c, &t->state.zero[group]));
     UPIPE_TRY(upipe_alloc(c, &sums, bytes, UPIPE_USE_OTHER, "sums"));
-    at = (double *)sums;
-    UPIPE_TRY(trainer_total(c, at, t->r.losses, t->m.rows, 0));
-    for (group = 0; group < LLAMA_GROUPS; ++group) {
-        const upipe_zero *z = &t->state.zero[group];
-        for (unit = 0; unit < z->units; ++unit)
-            UPIPE_TRY(trainer_total(c, at += 2, (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit),
-                                    upipe_zero_slice(z, unit).n, 1));
-    }
+    UPIPE_TRY(trainer_total(c, (double *)sums, t->r.losses, t->m.rows, 0));
+    if (!z[LLAMA_WEIGHTS].grads_away) UPIPE_TRY(trainer_squares(t, LLAMA_WEIGHTS, (double *)sums + 2));
+    UPIPE_TRY(trainer_squares(t, LLAMA_VECTORS, (double *)sums + 2 + 2 * z[LLAMA_WEIGHTS].units));
     UPIPE_TRY(c->ops->copy(c, t->sums, sums, bytes)); /* the only wait for the device */
     UPIPE_TRY(upipe_free(c, sums));
+    if (z[LLAMA_WEIGHTS].grads_away) UPIPE_TRY(trainer_squares_away(t, LLAMA_WEIGHTS, t->sums + 2));
     for (i = 2; i < trainer_sums(&t->m); i += 2) squares += t->sums[i] + t->sums[i + 1];
     mine[0] = trainer_bits(t->losses + (t->sums[0] + t->sums[1]));
     mine[1] = trainer_bits(squares);
@@ -300,6 +356,8 @@ static inline upipe_status trainer_update_unit(trainer *t, int group, int unit, 
     a.eps = rates->eps;
     a.decay = group == LLAMA_WEIGHTS ? rates->decay : 0;
     a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
+    if (trainer_away(t, group))
+        return offload_update(c, &t->r.kept, t->host, &a, !z->weights_away, !z->grads_away);
     return c->ops->adamw(c, &a);
 }
 
@@ -377,6 +435,7 @@ static inline upipe_status trainer_step(trainer *t, const trainer_batch *batch, 
     UPIPE_TRY(trainer_begin(t, batch, &valid, result));
     if (result->lost) return UPIPE_OK;
     for (i = 0; i < t->m.accumulate; ++i) {
+        t->state.zero[LLAMA_WEIGHTS].round = (int)i;
         UPIPE_TRY(trainer_tokens(t, batch, i));
         UPIPE_TRY(model_fwd(&t->r, &x, 1));
         UPIPE_TRY(trainer_phase_end(t, result, TRAINER_FORWARD, &since));

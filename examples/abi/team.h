@@ -1,0 +1,97 @@
+/* team.h -- the ranks of a handle: threads of this process, or this process as one rank of several      part of upipe_abi.c
+ *
+ *     s = abi_team_threads(&t, C, R, &err);      or one of the others: team_mpi.h, team_nccl.h
+ *     abi_team_use(&t, rank, &ctx);              ctx.team, and ctx.ring, NULL where R = 1
+ *     abi_team_free(&t);                         no rank is in a call; after a failed open too
+ *
+ * There are C * R ranks, which lie as in grid.h: rank w is rank w % C of its team and rank w / C of its ring.
+ */
+#ifndef ABI_TEAM_H
+#define ABI_TEAM_H
+
+#include "../common/grid.h"
+#include "upipe/net/upipe_net_tcp.h"
+
+enum { ABI_DEADLINE = 60 }; /* seconds */
+
+typedef struct abi_team {
+    int in_team, in_ring; /* C, R */
+    int first, here;      /* this process has the ranks first .. first + here - 1 */
+    grid threads;
+    upipe_comm *team, *ring; /* of a process; ring: NULL where there is none */
+    upipe_tcp tcp[2];
+    void *own; /* of MPI or NCCL */
+    void (*end)(struct abi_team *t);
+    int kept; /* after abi_team_free: others may still read the slab */
+} abi_team;
+
+static upipe_status abi_team_threads(abi_team *t, int in_team, int in_ring, upipe_err *e)
+{
+    t->in_team = in_team;
+    t->in_ring = in_ring;
+    t->here = in_team * in_ring;
+    return grid_init(&t->threads, in_team, in_ring, ABI_DEADLINE, e);
+}
+
+/* This process alone is here. */
+static upipe_status abi_team_one(abi_team *t, int in_team, int in_ring, int rank, upipe_err *e)
+{
+    if (rank < 0 || rank >= in_team * in_ring)
+        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d", rank, in_team * in_ring);
+    t->in_team = in_team;
+    t->in_ring = in_ring;
+    t->first = rank;
+    t->here = 1;
+    return UPIPE_OK;
+}
+
+/* Rank i of this process's team, or of its ring. */
+static int abi_team_member(const abi_team *t, int of_ring, int i)
+{
+    return of_ring ? i * t->in_team + t->first % t->in_team : t->first / t->in_team * t->in_team + i;
+}
+
+static void abi_team_tcp_end(abi_team *t)
+{
+    (void)upipe_tcp_free(&t->tcp[0], NULL);
+    (void)upipe_tcp_free(&t->tcp[1], NULL);
+}
+
+/* headers, data [C * R]: no two communicators share a socket, as a rank of the team is none of the ring. */
+static upipe_status abi_team_sockets(abi_team *t, int in_team, int in_ring, int rank, const int *headers,
+                                     const int *data, upipe_err *e)
+{
+    int mine[2][UPIPE_TCP_MAX], which, i;
+    if (in_team > UPIPE_TCP_MAX || in_ring > UPIPE_TCP_MAX)
+        return upipe_fail(e, UPIPE_ERR_ARG,
+                          "a team of %d ranks and a ring of %d over sockets, at most %d each", in_team,
+                          in_ring, (int)UPIPE_TCP_MAX);
+    UPIPE_TRY(abi_team_one(t, in_team, in_ring, rank, e));
+    t->end = abi_team_tcp_end;
+    for (which = 0; which < (in_ring > 1 ? 2 : 1); ++which) {
+        const int n = which ? in_ring : in_team;
+        for (i = 0; i < n; ++i) {
+            mine[0][i] = headers[abi_team_member(t, which, i)];
+            mine[1][i] = data[abi_team_member(t, which, i)];
+        }
+        UPIPE_TRY(upipe_tcp_init(&t->tcp[which], mine[0], mine[1], which ? rank / in_team : rank % in_team, n,
+                                 ABI_DEADLINE, e));
+        *(which ? &t->ring : &t->team) = &t->tcp[which].comm;
+    }
+    return UPIPE_OK;
+}
+
+static void abi_team_use(abi_team *t, int rank, upipe_ctx *c)
+{
+    c->team = t->team;
+    c->ring = t->ring;
+    if (t->team == NULL) grid_use(&t->threads, rank, c);
+}
+
+static void abi_team_free(abi_team *t)
+{
+    if (t->end != NULL) t->end(t);
+    grid_free(&t->threads);
+}
+
+#endif
