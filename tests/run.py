@@ -41,12 +41,12 @@ MODES = ('ordinary', 'full', 'all')
 BUDGETS = {
     'ordinary': {'UPIPE_DRAWS_MIN': '200', 'UPIPE_SECONDS': '8', 'UPIPE_FUZZ_SECONDS': '2', 'UPIPE_FAULT_SECONDS': '0',
                  'UPIPE_WORLD_TRIES': '2'},
-    'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '2000', 'UPIPE_SECONDS': '20', 'UPIPE_FUZZ_SECONDS': '10',
-             'UPIPE_FAULT_SECONDS': '30', 'UPIPE_MUTANTS_SECONDS': '100', 'UPIPE_WORLD_TRIES': '10'},
+    'full': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '1000', 'UPIPE_SECONDS': '10', 'UPIPE_FUZZ_SECONDS': '10',
+             'UPIPE_FAULT_SECONDS': '30', 'UPIPE_MUTANTS_SECONDS': '50', 'UPIPE_WORLD_TRIES': '4'},
     'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',
             'UPIPE_FAULT_SECONDS': '1200', 'UPIPE_MUTANTS': 'all', 'UPIPE_WORLD_TRIES': '200'},
 }
-SLOW_DRAWS = {'ordinary': '20', 'full': '100', 'all': '1000'}
+SLOW_DRAWS = {'ordinary': '20', 'full': '60', 'all': '1000'}
 
 
 def has(program):
@@ -109,9 +109,9 @@ def parts():
     valgrind = ['valgrind', '--quiet', '--error-exitcode=9', '--leak-check=full', '--track-origins=yes']
     cross = ['--cross-file', os.path.join(TOP, 'tests/aarch64.txt'), '-Dmpi=disabled', '-Dexamples=disabled']
     return [
-        # The tests' own loops profit little from more optimization, which doubles the time to compile them; kernels ask for
-        # it themselves. Some of the emulator's longest repeat in another order what others do.
-        Part('gcc', ['-Doptimization=1'],
+        # The tests' own loops profit little from optimization, which takes two thirds of the time to compile them; kernels ask
+        # for it themselves. Some of the emulator's longest repeat in another order what others do.
+        Part('gcc', ['-Doptimization=0'],
              full='compile unit bf16 fuzz property programs faults weights simt fake net links mutants bench',
              ordinary='compile unit property programs faults simt fake net torch',
              without='headers_cuda nccl_versions cudnn_plug faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '
@@ -122,10 +122,10 @@ def parts():
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
              ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,
              needs=(lambda: starts('-fsanitize=thread', thread_wrapper()), 'ThreadSanitizer does not start here')),
-        # What users compile: all optimizations, and another compiler. Of programs those that compute: the others' checks
-        # are of words and files, which do not depend on the compiler.
-        Part('gcc-O3', [], full='unit'),
-        Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='unit train compare checkpoint', compiler='clang',
+        # What users compile: all optimizations, and another compiler. What computes: the others' checks are of words and
+        # files, which do not depend on the compiler.
+        Part('gcc-O3', [], full='layer ring fpdt llama checkpoint'),
+        Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='kernels ring fpdt checkpoint train', compiler='clang',
              needs=(lambda: has('clang'), 'clang is missing')),
         # clang's sanitizers see more: offsets from NULL, and inputs that nobody thought of. Without kernels, which take
         # minutes to compile so.

@@ -480,7 +480,7 @@ static void check_family(const golden *g, const way *w, const json_t *row, const
     }
 }
 
-/* Each family, alone, in a team, in a ring and in segments; in short, in one of these. */
+/* Each family, alone, in a team, in a ring and in segments; in short, a third of them in one of these. */
 static void test_families(const char *path)
 {
     upipe_plan_desc ways[4] = {team_of(1, 4), team_of(2, 2), team_of(1, 4), team_of(2, 2)};
@@ -496,7 +496,7 @@ static void test_families(const char *path)
         CHECK_INT(g.layout.config.family, i);
         for (int k = 0; k < 4; ++k) {
             way w;
-            if (test_brief() && k != i % 4) continue;
+            if (test_brief() && (k != i % 4 || i % 3 != 0)) continue;
             way_run(&w, &g, ways[k], k == 3 ? 3 : 0, k == 3 ? ACTIVATIONS_OFFLOAD : ACTIVATIONS_AC);
             check_family(&g, &w, row, type);
         }
