@@ -3,7 +3,7 @@
 
 No notes to self, no paths of somebody's machine, no trailing blanks, a newline at the end; C files as clang-format
 leaves them; a comment right above every public function; code shown in a page (```c PATH) is the file's,
-line by line.
+line by line; paragraphs of pages in 120 columns.
 Prints one line a breach and exits non-zero if there is one.
 """
 
@@ -24,6 +24,9 @@ FORMATTED = ('.c', '.h', '.cpp', '.cu', '.cuh')
 FORMAT_RELEASE = '14'
 # Foreign text, kept letter for letter.
 VERBATIM = {'LICENSE'}
+COLUMNS = 120
+# Pages that a program prints, and the list of changes, have longer lines.
+LONG_LINES = {'CHANGELOG.md', 'docs/api.md', 'docs/flags.md', 'docs/models.md', 'docs/paper.md'}
 PUBLIC = re.compile(r'UPIPE_API\s[^;({]*?\b(upipe_\w+)\(')
 
 
@@ -54,6 +57,17 @@ def check_shown(report, top, name, text):
                 report(name, number, f'what is shown is not the text of {shown.group(1)}')
         except OSError:
             report(name, number, f'shows {shown.group(1)}, which is not there')
+
+
+def check_columns(report, name, text):
+    """Of paragraphs: tables, blocks and code between words are not broken."""
+    code = False
+    for number, line in enumerate(text.split('\n'), 1):
+        code ^= line.lstrip().startswith('```')
+        if len(line) > COLUMNS and not code and not line.startswith('|'):
+            report(name, number, f'{len(line)} columns, at most {COLUMNS}')
+        if not code and line.replace('```', '').count('`') % 2:
+            report(name, number, 'code that is broken over two lines')
 
 
 def check_comments(report, name, text):
@@ -99,6 +113,8 @@ def main():
                 check_comments(report, name, text)
             if name.endswith('.md'):
                 check_shown(report, top, name, text)
+                if name not in LONG_LINES:
+                    check_columns(report, name, text)
     check_format(report, top, [name for name in names if name.endswith(FORMATTED)])
     print(f'text: {len(names)} files, {report.count} breaches')
     return 1 if report.count or not names else 0
