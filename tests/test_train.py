@@ -7,6 +7,7 @@ as they were. Checkpoints are read here a second time, by the format's specifica
 """
 
 import array
+import fnmatch
 import json
 import math
 import os
@@ -158,19 +159,26 @@ def kept(c, rows):
     return here * unit, away
 
 
+def is_trained(c, name):
+    return c['train'] is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in c['train'].split(','))
+
+
 def check_states(c, at_peak, element, what):
     """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
-    units, vectors, zero = {}, 0, c['zero']
+    units, vectors, zero = ({}, {}), [0, 0], c['zero'] # of what is trained, and of what is frozen
     for name, shape in tensors_wanted(c).items():
+        frozen = not is_trained(c, name)
         if len(shape) == 1:
-            vectors += shape[0]
+            vectors[frozen] += shape[0]
         else: # half a layer, the embedding, the head
             unit = name.rsplit('.', 2)[0] if 'layers' in name else name
-            units[unit] = units.get(unit, 0) + math.prod(shape)
-    whole, most = sum(units.values()), max(units.values())
-    shard = sum(-(-n // c['ranks']) for n in units.values())
-    weights, gradients = shard if zero > 2 else whole, shard if zero > 1 else whole
-    more = at_peak['weights'] - weights * element - vectors * 4
+            units[frozen][unit] = units[frozen].get(unit, 0) + math.prod(shape)
+    whole, frozen = (sum(u.values()) for u in units)
+    shard, frozen_shard = (sum(-(-n // c['ranks']) for n in u.values()) for u in units)
+    most = max(sum(u.get(name, 0) for u in units) for name in {**units[0], **units[1]})
+    weights, gradients = shard + frozen_shard if zero > 2 else whole + frozen, shard if zero > 1 else whole
+    more = at_peak['weights'] - weights * element - sum(vectors) * 4
+    vectors = vectors[0]
     check(more == 0 if zero < 3 else 0 <= more <= (2 + c['zero_prefetch']) * most * element,
           f'{what}: {more} bytes more of weights')
     more = at_peak['gradients'] - gradients * 4 - vectors * 4
@@ -454,6 +462,52 @@ def test_prefetch(folder):
         check(0 < more <= unit, f'{what}: {more} bytes more at the peak')
     for zero in ([], ['--zero', '2']):
         failed(folder, ['--zero-prefetch', *zero], 2, ['--zero-prefetch', 'no effect', f'--zero {(zero or [0, 1])[1]}'])
+
+
+def test_frozen(folder):
+    """What is frozen has no gradient and no states, and keeps its bits; the gradients of the rest keep theirs."""
+    few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, **EVEN}
+
+    def stored(folder, step, name):
+        return {tensor: data for tensor, (_, _, data) in safetensors(f'{folder}/checkpoint-{step}/{name}.safetensors')[1].items()}
+
+    for what, train, flags in [('a half', '*.self_attn.*', {'ranks': 3, 'heads': 3, 'kv_heads': 3}),
+                               ('some', '*.q_proj.weight,*1.input_layernorm*,model.embed_tokens.weight', {'untied': True, 'dtype': 'bf16'}),
+                               ('norms', '*norm*', {}), ('a tied table', 'model.embed_tokens.weight', {'zero': 3, 'ranks': 1}),
+                               ('segments', '*_proj.bias,lm_head.weight',
+                                {'method': 'fpdt', 'segments': 2, 'attention_bias': 'qkv', 'untied': True, 'activations': 'offload,grad'})]:
+        flags = {**few, **flags}
+        whole = good(folder, f'{what}: all trained', **flags, steps=1, save=what + '/whole')
+        one = good(folder, f'{what}: one step', **flags, steps=1, save=what + '/one', train=train)
+        equal(one['loss'], whole['loss'], f'frozen, {what}: the first loss')
+        trained = [name for name in tensors_wanted(one['config']) if is_trained(one['config'], name)]
+        moments, all_moments = stored(what + '/one', 1, 'optimizer'), stored(what + '/whole', 1, 'optimizer')
+        masters = [n for n in trained if f'master.{n}' in all_moments]
+        equal(sorted(moments), sorted([p + n for n in trained for p in ('exp_avg.', 'exp_avg_sq.')] + ['master.' + n for n in masters]),
+              f'frozen, {what}: states')
+        equal([name for name in moments if moments[name] != all_moments[name]], [], f'frozen, {what}: gradients')
+        squares = sum((x / (1 - one['config']['beta1'])) ** 2 for n in trained for x in array.array('f', moments['exp_avg.' + n]))
+        check(abs(math.sqrt(squares) / one['grad_norm'][0] - 1) < 1e-5, f'frozen, {what}: the norm')
+        saved = [sum(n['memory']['at_peak'][part] for part in ('gradients', 'optimizer')) for n in (whole, one)]
+        if one['config']['zero'] < 2:
+            equal(whole['peak_bytes'] - one['peak_bytes'], saved[0] - saved[1], f'frozen, {what}: bytes saved')
+        long = good(folder, f'{what}: 20 steps', **flags, steps=20, save=what + '/long', train=train, zero_prefetch=flags.get('zero') == 3)
+        first, last = (stored(f'{what}/{name}', step, 'model') for name, step in (('one', 1), ('long', 20)))
+        equal(sorted(name for name in last if last[name] != first[name]), sorted(trained), f'frozen, {what}: what has moved')
+        for zero in (0, 2, 3):
+            same(good(folder, f'{what}, zero {zero}', **{**flags, 'zero': zero}, steps=2, train=train),
+                 {key: long[key][:2] for key in ('loss', 'grad_norm')}, f'frozen, {what}, zero {zero}')
+    flags = {**few, 'train': '*.down_proj.weight,*norm*'}
+    whole = good(folder, 'frozen, six steps', **flags, steps=6, save='six')
+    good(folder, 'frozen, three steps', **flags, steps=3, save='three')
+    rest = good(folder, 'frozen, three more', tokens=48, steps=6, clip=0, resume='three', save='three', zero=3)
+    equal((rest['loss'], rest['config']['train']), (whole['loss'][3:], flags['train']), 'frozen: resumed')
+    for name in ('model.safetensors', 'optimizer.safetensors'):
+        check(read(f'six/checkpoint-6/{name}') == read(f'three/checkpoint-6/{name}'), f'frozen: {name} after a resume')
+    failed(folder, given(resume='six', tokens=48, steps=9, train='*norm*'), 1, ['--train .*down_proj.*, not --train .*norm'])
+    failed(folder, given(resume='some/whole', tokens=48, steps=9, train='*norm*'), 1, ['--train not given, not --train .*norm'])
+    for train, *words in [('*.q_proj.weight,*.qq', "no tensor of the model has a name like '.*qq'"), (',', "''"), ('x' * 1024, 'at most 1023')]:
+        failed(folder, given(train=train), 1, ['--train', *words])
 
 
 def test_reduce_dtype(folder):
@@ -1548,6 +1602,6 @@ def test_sample(folder):
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_activations,
-                       test_zero, test_prefetch, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
+                       test_zero, test_prefetch, test_frozen, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

@@ -75,7 +75,7 @@ typedef struct options {
     int offload, zero, zero_prefetch, reduce_dtype;
     size_t tile_bytes;
 
-    const char *model, *machine, *lengths;
+    const char *model, *machine, *lengths, *train;
     int as_titan, max_tokens, best, plan;
     text_list calibrate, ignore_key;
 
@@ -220,6 +220,9 @@ static const flag_row flag_rows[] = {
      "a text, or with --tokens-file files of tokens, of which nothing is learnt: its loss and perplexity after the last step"},
     {"eval-every", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(eval_every), 0, INT32_MAX, "0", FLAG_TRAINING,
      "steps between evaluations; 0: one after the last step"},
+    {"train", "PATTERN,...", IN_TRAIN | IN_PLAN, in_training, FLAG_TEXT, AT(train), 0, 0, NULL, FLAG_DATA,
+     "tensors that are trained, by name or by patterns with * and ?; the others are frozen: they have neither gradients nor "
+     "states of the optimizer (all)"},
     {"steps", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(steps), 0, INT32_MAX, "100", FLAG_SCHEDULE | FLAG_TRAINING,
      "of the whole training, those before a resume included; 0: --save exports the first weights, --eval evaluates them"},
     {"lr", "X", IN_TRAIN, in_training, FLAG_REAL, AT(lr), 0, 1000, "1e-3", FLAG_SCHEDULE | FLAG_TRAINING,

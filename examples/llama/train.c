@@ -76,6 +76,14 @@ static int find_position(run *u)
                     (long long)o->steps);
 }
 
+/* What is not trained is frozen. */
+static int find_trained(run *u)
+{
+    upipe_err e;
+    if (u->o.train == NULL || llama_freeze(&u->layout, u->o.train, &e) == UPIPE_OK) return 0;
+    return cli_fail("--train: %s", e.text);
+}
+
 /* What it is trained on. All of it is read once: by rank 0, and by every process that looks for the ends of documents. */
 static int find_data(run *u)
 {
@@ -178,8 +186,8 @@ static int find_prompt(run *u)
 static int prepare(run *u, files *all)
 {
     const int plan = u->o.plan;
-    int bad =
-        find_model(u) != 0 || find_position(u) != 0 || find_prompt(u) != 0 || (!plan && find_data(u) != 0);
+    int bad = find_model(u) != 0 || find_position(u) != 0 || find_trained(u) != 0 || find_prompt(u) != 0 ||
+              (!plan && find_data(u) != 0);
     if (world_agree(&u->net, -bad) != 0 || (!plan && find_same(u) != 0)) return -1;
     bad = (!plan && find_text(u) != 0) || run_plan(u) != 0 || (!plan && run_check_memory(u, 1) != 0) ||
           report_reserve(u, all) != 0;

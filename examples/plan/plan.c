@@ -9,6 +9,7 @@
 #define PROGRAM "upipe-plan"
 
 #include "../common/files.h"
+#include "../llama/model/frozen.h"
 #include "best.h"
 #include "calibrate.h"
 #include "longest.h"
@@ -109,6 +110,7 @@ static int plan(job *j, files *all)
     upipe_ops ops;
     llama_layout layout;
     planner p;
+    upipe_err e;
     int status = plan_reserve(j, all);
     if (status == 0 && j->o.write_machine != NULL) status = plan_write_machine(j, all);
     if (status != 0 || j->o.model == NULL) return status;
@@ -117,6 +119,10 @@ static int plan(job *j, files *all)
         return cli_fail(status == LLAMA_LAYOUT_MEMORY ? "out of memory: the table of the model's tensors"
                                                       : "the model's bytes leave 63 bits"),
                EXIT_RUN;
+    if (j->o.train != NULL && llama_freeze(&layout, j->o.train, &e) != UPIPE_OK) {
+        llama_layout_free(&layout);
+        return cli_fail("--train: %s", e.text), EXIT_USAGE;
+    }
     memset(&ops, 0, sizeof ops);
     device_table(j->o.device, &ops);
     p.m = &j->machine;

@@ -69,8 +69,9 @@ static inline upipe_status model_embed_pad(model_rank *r, upipe_view table, void
     return back ? upipe_mem_free(r->c->mem, *row, &r->c->err) : UPIPE_OK;
 }
 
-/* The gradient of the embedding from g, that of the first layer's input, whose block goes back to the pool. Where a rank
- * holds no whole gradient until now, and in segments little else, g waits in the second pool and is read by tiles. */
+/* The gradient of the embedding, unless that is frozen, from g, that of the first layer's input, whose block goes back to
+ * the pool. Where a rank holds no whole gradient until now, and in segments little else, g waits in the second pool and is
+ * read by tiles. */
 static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
 {
     const llama_config *config = &r->m->layout->config;
@@ -79,6 +80,7 @@ static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
     activations_tiles t;
     upipe_view table;
     void *padding = NULL;
+    if (model_tensor(r, LLAMA_EMBED, -1)->frozen) return model_free_block(r, g);
     if (away) {
         void *there;
         UPIPE_TRY(activations_put(&r->kept, r->c, &there, g.data, activations_bytes(g), "stream"));

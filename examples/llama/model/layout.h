@@ -47,9 +47,11 @@ typedef struct llama_tensor {
     int64_t rows, cols; /* a vector is [rows], cols = 1 */
     int is_vector;      /* which group: weights (matrices, storage type) or vectors (f32) */
     int64_t at, n;      /* first element in its group, elements */
+    int64_t drawn;      /* the same where nothing is frozen: a new model's values go by it */
     int64_t layer;      /* -1 outside layers */
     llama_kind kind;
-    int unit; /* of the weights group; -1 for a vector */
+    int unit;   /* of the weights group; -1 for a vector */
+    int frozen; /* its group is that of what is not trained (frozen.h) */
 } llama_tensor;
 
 typedef struct llama_layout {
@@ -65,8 +67,10 @@ typedef struct llama_layout {
     int64_t *first;
     int units;
     int64_t vectors_first[2]; /* the vectors are one unit */
-    int place[LLAMA_KINDS];   /* the tensor of layer 0, or outside layers; -1 = the model has none */
-    int step[LLAMA_GROUPS];   /* tensors from a layer to the next */
+    /* What is not trained lies in groups of its own, in the same units: of both, elements and where units begin. */
+    int64_t frozen[LLAMA_GROUPS], *frozen_first, frozen_vectors_first[2];
+    int place[LLAMA_KINDS]; /* the tensor of layer 0, or outside layers; -1 = the model has none */
+    int step[LLAMA_GROUPS]; /* tensors from a layer to the next */
 } llama_layout;
 static inline int llama_is_bias(llama_kind kind)
 {
@@ -90,7 +94,7 @@ static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, con
     t->layer = layer;
     t->rows = rows;
     t->cols = cols;
-    t->at = *group;
+    t->at = t->drawn = *group;
     if (layer < 0)
         snprintf(t->name, sizeof t->name, "%s.weight", part);
     else
@@ -209,7 +213,8 @@ static inline int llama_layout_init(llama_layout *l, const llama_config *c)
     l->config = *c;
     l->vectors_first[0] = 0;
     l->tensors = (llama_tensor *)calloc((size_t)c->layers * 17 + 3, sizeof *l->tensors);
-    l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
+    l->first = (int64_t *)calloc(2 * ((size_t)c->layers * 2 + 3), sizeof *l->first);
+    l->frozen_first = l->first + (c->layers * 2 + 3);
     l->stored = l->tensors;
     if (llama_families[c->family].fused)
         l->stored = (llama_tensor *)calloc((size_t)c->layers * 17 + 3, sizeof *l->stored);

@@ -35,8 +35,12 @@ static inline int model_unit_kind(const model_rank *r, int unit)
  * be gathered meanwhile; -1: it is not known. */
 static inline upipe_status model_weights_begin(model_rank *r, int unit, int next)
 {
-    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[model_unit_kind(r, unit)]));
-    return next >= 0 ? upipe_zero_ahead(r->c, r->zero, next) : UPIPE_OK;
+    const int kind = model_unit_kind(r, unit);
+    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[0][kind]));
+    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->frozen, unit, &r->weights[1][kind]));
+    if (next < 0) return UPIPE_OK;
+    UPIPE_TRY(upipe_zero_ahead(r->c, r->zero, next));
+    return upipe_zero_ahead(r->c, r->frozen, next);
 }
 
 /* The first unit that the forward of a layer reads; behind the last layer the head. */
@@ -57,9 +61,10 @@ static inline int model_unit_below(const model_rank *r, int64_t layer)
 
 static inline upipe_status model_weights_end(model_rank *r, int unit)
 {
-    const void **w = &r->weights[model_unit_kind(r, unit)];
-    UPIPE_TRY(upipe_zero_weights_end(r->c, r->zero, *w));
-    *w = NULL;
+    const int kind = model_unit_kind(r, unit);
+    UPIPE_TRY(upipe_zero_weights_end(r->c, r->zero, r->weights[0][kind]));
+    UPIPE_TRY(upipe_zero_weights_end(r->c, r->frozen, r->weights[1][kind]));
+    r->weights[0][kind] = r->weights[1][kind] = NULL;
     return UPIPE_OK;
 }
 
@@ -86,21 +91,23 @@ static inline upipe_status model_grads_end(model_rank *r, int unit)
 static inline const void *model_weight(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    return (const char *)r->weights[model_unit_kind(r, t->unit)] +
-           (size_t)(t->at - r->m->layout->first[t->unit]) * upipe_dtype_bytes(r->m->plan.desc.dtype);
+    const int64_t first = (t->frozen ? r->m->layout->frozen_first : r->m->layout->first)[t->unit];
+    return (const char *)r->weights[t->frozen][model_unit_kind(r, t->unit)] +
+           (size_t)(t->at - first) * upipe_dtype_bytes(r->m->plan.desc.dtype);
 }
 
 /* NULL where the model has none of these: QK norm, biases, norms of results. */
 static inline const float *model_vector(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    return t != NULL ? r->vectors + t->at : NULL;
+    return t != NULL ? r->vectors[t->frozen] + t->at : NULL;
 }
 
+/* And NULL of what is frozen. */
 static inline float *model_grad(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    if (t == NULL) return NULL;
+    if (t == NULL || t->frozen) return NULL;
     return t->is_vector ? r->vector_grads + t->at
                         : r->grads[model_unit_kind(r, t->unit)] + (t->at - r->m->layout->first[t->unit]);
 }

@@ -94,6 +94,8 @@ static inline upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
 {
     llama_run position;
     if (u->o.save == NULL || u->saved == step) return UPIPE_OK;
+    memset(&position, 0, sizeof position);
+    if (u->o.train != NULL) snprintf(position.train, sizeof position.train, "%s", u->o.train);
     position.step = step;
     position.text_bytes = u->text.ids.bytes;
     position.text_hash = u->text.hash;

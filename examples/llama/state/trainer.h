@@ -109,14 +109,23 @@ static inline void trainer_close(trainer *t)
 /* How the states of the weights are shared beyond their stage: norm weights are few, their sums stay f32. */
 static inline upipe_status trainer_share(trainer *t)
 {
+    const llama_layout *l = t->m.layout;
     upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
     z->sent = t->m.reduce;
     if (!t->m.prefetch) return UPIPE_OK;
+    if (l->frozen[LLAMA_WEIGHTS] > l->weights) z = &t->state.frozen[LLAMA_WEIGHTS]; /* one of both is */
     z->side = t->side;
     z->side_world = t->side_world;
     if (t->side != NULL && t->m.zero == 3) return UPIPE_OK;
     return upipe_fail(&t->r.c->err, UPIPE_ERR_ARG,
                       "weights are gathered ahead on a side stream, with ZeRO 3");
+}
+
+static inline upipe_status trainer_alloc_weights(trainer *t, upipe_zero *z, const char *tag)
+{
+    return upipe_alloc(t->r.c, &z->weights,
+                       (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
+                       UPIPE_USE_WEIGHTS, tag);
 }
 
 /* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, second, kept are set
@@ -136,12 +145,12 @@ static inline upipe_status trainer_alloc(trainer *t)
     llama_state_init(state, t->m.layout, dtype, t->m.zero, model_world_rank(&t->m), model_world(&t->m));
     UPIPE_TRY(trainer_share(t));
     for (group = 0; group < LLAMA_GROUPS; ++group) {
-        upipe_zero *z = &state->zero[group];
-        z->world = t->world;
+        const char *const tag = group == LLAMA_WEIGHTS ? "weights" : "vectors";
+        upipe_zero *z = &state->zero[group], *frozen = &state->frozen[group];
+        z->world = frozen->world = t->world;
         UPIPE_TRY(upipe_zero_check(c, z));
-        UPIPE_TRY(upipe_alloc(c, &z->weights,
-                              (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
-                              UPIPE_USE_WEIGHTS, group == LLAMA_WEIGHTS ? "weights" : "vectors"));
+        UPIPE_TRY(trainer_alloc_weights(t, frozen, tag));
+        UPIPE_TRY(trainer_alloc_weights(t, z, tag));
         UPIPE_TRY(trainer_alloc_floats(t, &z->grads, upipe_zero_held(z, UPIPE_ZERO_GRADS),
                                        UPIPE_USE_GRADIENTS, "gradients"));
         held = upipe_zero_held(z, UPIPE_ZERO_STATES);
@@ -159,7 +168,9 @@ static inline upipe_status trainer_alloc(trainer *t)
     UPIPE_TRY(trainer_alloc_floats(t, &t->r.losses, t->m.rows, UPIPE_USE_INPUT, "losses"));
     t->r.m = &t->m;
     t->r.zero = &state->zero[LLAMA_WEIGHTS];
-    t->r.vectors = (const float *)state->zero[LLAMA_VECTORS].weights;
+    t->r.frozen = &state->frozen[LLAMA_WEIGHTS];
+    t->r.vectors[0] = (const float *)state->zero[LLAMA_VECTORS].weights;
+    t->r.vectors[1] = (const float *)state->frozen[LLAMA_VECTORS].weights;
     t->r.vector_grads = state->zero[LLAMA_VECTORS].grads;
     return UPIPE_OK;
 }
@@ -168,6 +179,7 @@ static inline upipe_status trainer_alloc(trainer *t)
 static inline void trainer_stop(trainer *t)
 {
     upipe_zero_stop(t->r.c, &t->state.zero[LLAMA_WEIGHTS]);
+    upipe_zero_stop(t->r.c, &t->state.frozen[LLAMA_WEIGHTS]);
 }
 
 /* trainer_sent -- bytes that a rank has sent to others so far, in its team, its ring and the world */
@@ -185,6 +197,7 @@ static inline upipe_status trainer_free_block(trainer *t)
     int group;
     for (group = 0; group < LLAMA_GROUPS; ++group) {
         UPIPE_TRY(upipe_free(t->r.c, state->zero[group].weights));
+        UPIPE_TRY(upipe_free(t->r.c, state->frozen[group].weights));
         UPIPE_TRY(upipe_free(t->r.c, state->zero[group].grads));
         UPIPE_TRY(upipe_free(t->r.c, state->m[group]));
         UPIPE_TRY(upipe_free(t->r.c, state->v[group]));
