@@ -160,6 +160,8 @@ def kept(c, rows):
 
 
 def is_trained(c, name):
+    if c['lora']:
+        return '.lora_' in name
     return c['train'] is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in c['train'].split(','))
 
 
@@ -171,18 +173,19 @@ def check_states(c, at_peak, element, what):
         if len(shape) == 1:
             vectors[frozen] += shape[0]
         else: # half a layer, the embedding, the head
-            unit = name.rsplit('.', 2)[0] if 'layers' in name else name
+            unit = '.'.join(name.split('.')[:4]) if 'layers' in name else name
             units[frozen][unit] = units[frozen].get(unit, 0) + math.prod(shape)
     whole, frozen = (sum(u.values()) for u in units)
     shard, frozen_shard = (sum(-(-n // c['ranks']) for n in u.values()) for u in units)
+    adapted = c['lora'] is not None # a unit's matrices with their adapters, and their gradients
     most = max(sum(u.get(name, 0) for u in units) for name in {**units[0], **units[1]})
     weights, gradients = shard + frozen_shard if zero > 2 else whole + frozen, shard if zero > 1 else whole
     more = at_peak['weights'] - weights * element - sum(vectors) * 4
     vectors = vectors[0]
-    check(more == 0 if zero < 3 else 0 <= more <= (2 + c['zero_prefetch']) * most * element,
+    check(0 <= more <= ((2 + c['zero_prefetch']) * (zero == 3) + 2 * adapted) * most * element,
           f'{what}: {more} bytes more of weights')
     more = at_peak['gradients'] - gradients * 4 - vectors * 4
-    check(more == 0 if zero < 2 else 0 <= more <= 2 * most * 4, f'{what}: {more} bytes more of gradients')
+    check(0 <= more <= (2 * (zero > 1) + adapted) * most * 4, f'{what}: {more} bytes more of gradients')
     states, vector_states = (shard, -(-vectors // c['ranks'])) if zero else (whole, vectors)
     equal(at_peak['optimizer'], 8 * (states + vector_states) + (4 * states if c['dtype'] == 'bf16' else 0),
           f'{what}: optimizer')
@@ -510,6 +513,83 @@ def test_frozen(folder):
         failed(folder, given(train=train), 1, ['--train', *words])
 
 
+def product(a, b, columns):
+    """[n][k] by [k][columns], numbers in rows, in f64."""
+    depth = len(b) // columns
+    return [math.fsum(a[i + k] * b[k * columns + j] for k in range(depth)) for i in range(0, len(a), depth) for j in range(columns)]
+
+
+def turned(a, columns):
+    return [x for j in range(columns) for x in a[j::columns]]
+
+
+def test_lora(folder):
+    """Gradients of adapters are those of the merged matrices, in all that is trained, multiplied with the other one."""
+    few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, 'data': 'window', **EVEN}
+    alpha, rank = 6, 4
+    write('window', read(BOOK)[:49]) # each step has the same tokens
+
+    def stored(folder, step, name):
+        return {tensor: (shape, array.array('f', data))
+                for tensor, (_, shape, data) in safetensors(f'{folder}/checkpoint-{step}/{name}.safetensors')[1].items()}
+
+    quiet(given(**few, steps=0, save='base'), folder, 'the base')
+    loaded = {**{key: few[key] for key in ('tokens', 'clip', 'data')}, **EVEN, 'layers': None}
+    lora = {**loaded, 'lora': f'{rank}:{alpha}:q,k,v,o,gate,up,down'}
+    one = good(folder, 'adapters', **lora, load='base', steps=2, save='lora', save_every=1, keep=2)
+    whole = good(folder, 'without adapters', **loaded, load='base', steps=1)
+    equal(one['loss'][0], whole['loss'][0], 'adapters: the first loss')
+    base, first = stored('base', 0, 'model'), stored('lora', 1, 'model')
+    equal([name for name in base if base[name] != first[name]], [], 'adapters: what has moved beside them')
+    head, data = {}, b''
+    for name, (shape, numbers) in base.items():
+        a, b = (first.get(name.replace('weight', f'lora_{which}.weight')) for which in 'AB')
+        if a:
+            more = product(b[1], a[1], shape[1])
+            numbers = array.array('f', [w + alpha / rank * x for w, x in zip(numbers, more)])
+        head[name] = {'dtype': 'F32', 'shape': shape, 'data_offsets': [len(data), len(data) + 4 * len(numbers)]}
+        data += numbers.tobytes()
+    os.makedirs('merged')
+    shutil.copy('base/checkpoint-0/config.json', 'merged')
+    write_tensors('merged/model.safetensors', head, data)
+    merged = good(folder, 'merged', **loaded, load='merged', steps=1, save='all')
+    near(merged['loss'], one['loss'][1:], 1e-6, 'adapters: the loss of merged matrices')
+    gradients = {name[8:]: [x / (1 - 0.9) for x in numbers] for name, (_, numbers) in stored('all', 1, 'optimizer').items() if 'exp_avg.' in name}
+    before, after = (stored('lora', step, 'optimizer') for step in (1, 2))
+    for name, (shape, _) in base.items():
+        a, b = (name.replace('weight', f'lora_{which}.weight') for which in 'AB')
+        if a not in first:
+            continue
+        want = {a: product(turned(first[b][1], rank), gradients[name], shape[1]),
+                b: product(gradients[name], turned(first[a][1], shape[1]), rank)}
+        for one_of, numbers in want.items():
+            key = 'exp_avg.' + one_of
+            got = [(y - 0.9 * x) / (1 - 0.9) for x, y in zip(before[key][1], after[key][1])]
+            largest = max(map(abs, numbers)) * alpha / rank
+            off = max(abs(x - alpha / rank * y) for x, y in zip(got, numbers))
+            check(off <= 1e-5 * largest, f'{one_of}: {off} off, of {largest}')
+        check(not any(before['exp_avg.' + a][1]) and any(first[a][1]), f'{a}: B is zero at first, A is not')
+    lora['data'] = BOOK
+    for what, flags in [('3 ranks', {'ranks': 3, 'heads': 3, 'kv_heads': 3}), ('bf16', {'dtype': 'bf16', 'untied': True}),
+                        ('segments', {'method': 'fpdt', 'segments': 2, 'attention_bias': 'qkvo', 'activations': 'blocks:2,grad'})]:
+        flags = {**few, 'steps': 2, 'data': BOOK, 'lora': '3:8:k,o,down', **flags}
+        stages = [good(folder, f'adapters, {what}, zero {zero}', **flags, zero=zero, zero_prefetch=zero == 3) for zero in range(4)]
+        for stage in stages[1:]:
+            same(stage, stages[0], f'adapters, {what}')
+    flags = {**few, 'data': BOOK, 'lora': '2'}
+    six = good(folder, 'adapters, six steps', **flags, steps=6, save='six')
+    good(folder, 'adapters, three', **flags, steps=3, save='three')
+    rest = good(folder, 'adapters, three more', tokens=48, steps=6, resume='three', save='three', zero=3)
+    equal((rest['loss'], rest['config']['lora']), (six['loss'][3:], '2'), 'adapters: resumed')
+    for name in ('model.safetensors', 'optimizer.safetensors'):
+        check(read(f'six/checkpoint-6/{name}') == read(f'three/checkpoint-6/{name}'), f'adapters: {name} after a resume')
+    failed(folder, given(resume='six', tokens=48, steps=9, lora='3'), 1, ['--lora 2, not --lora 3'])
+    failed(folder, given(load='six', steps=9), 1, ['lora_A.weight is no tensor of this model'])
+    failed(folder, given(lora='2', train='*norm*'), 1, ['--lora', '--train would have no effect'])
+    for words in ['0', '1025', 'x', '2:0', '2:x', '2:8:', '2:8:q,w', '2:8:q,', '2:8:' + 'q,' * 40 + 'q']:
+        failed(folder, given(lora=words), 1, ['--lora is RANK:ALPHA:TARGETS'])
+
+
 def test_reduce_dtype(folder):
     """Gradients that travel in bf16: fewer bytes, nearly the losses, and the same bits in every stage and every run."""
     few = {'tokens': 48, 'steps': 3, 'layers': 2, 'model_dim': 32, 'heads': 4, 'kv_heads': 4, 'ranks': 4}
@@ -557,6 +637,11 @@ def tensors_wanted(c):
         for name, size in {'none': {}, 'qkv': {'q': H, 'k': K, 'v': K}, 'qkvo': {'q': H, 'k': K, 'v': K, 'o': D}}[
                 c['attention_bias']].items():
             want[at + f'self_attn.{name}_proj.bias'] = [size]
+        rank, _, more = (c['lora'] or '').partition(':')
+        for name in (more.partition(':')[2] or 'q,v').split(',') if rank else []:
+            part = at + ('mlp.' if name in ('gate', 'up', 'down') else 'self_attn.') + name + '_proj.'
+            out, into = want[part + 'weight']
+            want.update({part + 'lora_A.weight': [int(rank), into], part + 'lora_B.weight': [out, int(rank)]})
     if c['untied']:
         want['lm_head.weight'] = [V, D]
     return want
@@ -1602,6 +1687,6 @@ def test_sample(folder):
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_activations,
-                       test_zero, test_prefetch, test_frozen, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
+                       test_zero, test_prefetch, test_frozen, test_lora, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

@@ -116,9 +116,9 @@ static int options_resolve(job *j)
     if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
     if (o->as_titan &&
         (o->dtype != UPIPE_BF16 || options_given(o, &o->device) || options_given(o, &o->zero) ||
-         o->zero_prefetch || options_given(o, &o->reduce_dtype) || o->train != NULL))
+         o->zero_prefetch || options_given(o, &o->reduce_dtype) || o->train != NULL || o->lora != NULL))
         return cli_refuse(
-            "--dtype, --device, --zero, --zero-prefetch, --reduce-dtype and --train would have no effect "
+            "--dtype, --device, --zero, --zero-prefetch, --reduce-dtype, --train and --lora would have no effect "
             "as torchtitan");
     if (o->zero_prefetch && o->zero < 3)
         return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",

@@ -152,6 +152,7 @@ static inline upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_vie
         UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
     UPIPE_TRY(activations_tiles_end(r->c, &t));
+    UPIPE_TRY(model_grads_adapt(r, unit));
     UPIPE_TRY(model_weights_end(r, unit));
     UPIPE_TRY(model_grads_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
@@ -228,6 +229,7 @@ static inline upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_v
     UPIPE_TRY(model_grad_fetch(r, there, g));
     UPIPE_TRY(model_norm_bwd(r, layer, *g, n, x, away));
     UPIPE_TRY(upipe_mem_free(a.pool, n.data, &c->err));
+    UPIPE_TRY(model_grads_adapt(r, unit));
     UPIPE_TRY(model_weights_end(r, unit));
     return model_grads_end(r, unit);
 }

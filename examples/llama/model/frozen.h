@@ -55,7 +55,7 @@ static inline upipe_status llama_freeze(llama_layout *l, const char *list, upipe
     char text[LLAMA_TRAIN_MAX], left[LLAMA_TRAIN_MAX], *patterns[LLAMA_TRAIN_MAX], *at = text;
     int i, k, n = 0;
     if (snprintf(text, sizeof text, "%s", list) >= LLAMA_TRAIN_MAX)
-        return upipe_fail(e, UPIPE_ERR_ARG, "a list of patterns has at most %d characters",
+        return upipe_fail(e, UPIPE_ERR_ARG, "--train: a list of patterns has at most %d characters",
                           LLAMA_TRAIN_MAX - 1);
     memset(left, 1, sizeof left);
     for (; at != NULL; ++n) {
@@ -73,7 +73,8 @@ static inline upipe_status llama_freeze(llama_layout *l, const char *list, upipe
     }
     for (i = 0; i < n; ++i)
         if (left[i])
-            return upipe_fail(e, UPIPE_ERR_ARG, "no tensor of the model has a name like '%s'", patterns[i]);
+            return upipe_fail(e, UPIPE_ERR_ARG, "--train: no tensor of the model has a name like '%s'",
+                              patterns[i]);
     llama_place(l);
     for (i = k = 0; i < l->stored_n; ++i) {
         while (l->tensors[k].is_vector != l->stored[i].is_vector || l->tensors[k].drawn != l->stored[i].drawn)

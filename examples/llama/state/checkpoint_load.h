@@ -212,15 +212,18 @@ static int llama_load_parts(llama_load_work *w, int reading)
     return 0;
 }
 
+/* A model may lack all adapters. */
 static int llama_load_all(llama_load_work *w)
 {
     const llama_layout *l = w->layout;
-    int i;
+    int i, adapters = 0;
     for (i = 0; i < l->stored_n; ++i) w->by_name[i] = &l->stored[i];
     qsort(w->by_name, (size_t)l->stored_n, sizeof *w->by_name, llama_by_name);
     if (llama_load_parts(w, 0)) return -1;
+    for (i = 0; i < l->stored_n; ++i) adapters += w->seen[i] && llama_is_adapter(l->stored[i].kind);
     for (i = 0; i < l->stored_n; ++i)
-        if (!w->seen[i]) return llama_config_fail(w->err, w->path, "%s is missing", l->stored[i].name);
+        if (!w->seen[i] && !(llama_is_adapter(l->stored[i].kind) && adapters == 0))
+            return llama_config_fail(w->err, w->path, "%s is missing", l->stored[i].name);
     return w->state != NULL ? llama_load_parts(w, 1) : 0;
 }
 

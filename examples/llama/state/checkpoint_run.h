@@ -5,7 +5,7 @@
 #include "../../../upipe/upipe_ops.h"
 #include "../files/config_write.h"
 #include "../files/safetensors.h"
-#include "../model/frozen.h"
+#include "../model/lora_flag.h"
 #include "checkpoint_folder.h"
 #include "state.h"
 
@@ -21,13 +21,14 @@ typedef struct llama_run {
     int64_t text_bytes;
     int64_t steps, warmup, schedule, decay; /* of the whole training */
     int64_t seed;
-    char train[LLAMA_TRAIN_MAX]; /* the list of what is trained, zeros behind it; empty: all is */
+    char train[LLAMA_TRAIN_MAX],
+        lora[LLAMA_LORA_TEXT]; /* of these flags, zeros behind it; empty: not given */
     uint64_t text_hash;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 } llama_run;
 #define AT(member) offsetof(llama_run, member)
 
-/* As the metadata has them. text_hash, 64 bits of any value, is no number that a flag could say, and train no number. */
+/* As the metadata has them. text_hash, 64 bits of any value, is no number that a flag could say, and train and lora are no numbers. */
 static const field llama_run_fields[] = {
     {"step", "step", FLAG_WHOLE, AT(step), 0, 0, 0, 0},
     {"tokens", "tokens", FLAG_WHOLE, AT(tokens), 0, 0, 0, 0},
@@ -89,14 +90,13 @@ static int llama_load_whole(const st_file *f, const char *key, int64_t *out, upi
                    text != NULL ? text : "missing", (int64_t)l->least, flag_most(l));
 }
 
-/* The list of what is trained, which a run that trains all has not. */
-static int llama_load_train(const st_file *f, llama_run *run, upipe_err *err)
+/* What is trained, of which a run that trains all says nothing. */
+static int llama_load_text(const st_file *f, const char *key, char *to, int bytes, upipe_err *err)
 {
-    const char *text = st_metadata(f, "train");
-    if (text == NULL) text = "";
-    memset(run->train, 0, sizeof run->train);
-    if (snprintf(run->train, sizeof run->train, "%s", text) < LLAMA_TRAIN_MAX) return 0;
-    return st_fail(err, f->path, "train has more than %d characters", LLAMA_TRAIN_MAX - 1);
+    const char *text = st_metadata(f, key);
+    memset(to, 0, (size_t)bytes);
+    if (text == NULL || snprintf(to, (size_t)bytes, "%s", text) < bytes) return 0;
+    return st_fail(err, f->path, "%s has more than %d characters", key, bytes - 1);
 }
 
 /* The numbers of a run, from the metadata. */
@@ -119,7 +119,10 @@ static int llama_load_numbers(const st_file *f, llama_run *run, upipe_dtype *dty
                                    : llama_load_whole(f, row->key, (int64_t *)at, err))
             return -1;
     }
-    return llama_load_train(f, run, err);
+    return llama_load_text(f, "train", run->train, LLAMA_TRAIN_MAX, err) ||
+                   llama_load_text(f, "lora", run->lora, LLAMA_LORA_TEXT, err)
+               ? -1
+               : 0;
 }
 
 /* llama_load_run -- the numbers of a run and its storage type, from a checkpoint's folder; 0, or -1 with a

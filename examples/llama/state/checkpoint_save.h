@@ -48,6 +48,7 @@ static inline int llama_save_run(llama_save_work *s)
         return -1;
     snprintf(text, sizeof text, "%" PRIu64, s->run->text_hash);
     if (st_add_metadata(&s->optimizer, "text_hash", text, err)) return -1;
+    if (s->run->lora[0] != 0 && st_add_metadata(&s->optimizer, "lora", s->run->lora, err)) return -1;
     if (s->run->train[0] != 0 && st_add_metadata(&s->optimizer, "train", s->run->train, err)) return -1;
     for (row = llama_run_fields; row < llama_run_fields + LLAMA_RUN_FIELDS; ++row) {
         const flag_row *l = flag_limits(row->flag);

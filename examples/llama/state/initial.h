@@ -16,6 +16,8 @@ static inline float initial_value(const llama_tensor *t, int64_t layers, uint64_
 {
     uint64_t at = data_mix(seed) + (uint64_t)(t->drawn + i) * 0x9e3779b97f4a7c15u;
     double one = ((double)(data_mix(at) >> 11) + 1) * 0x1p-53, two = (double)(data_mix(~at) >> 11) * 0x1p-53;
+    if (t->kind >= LLAMA_LORA_B) return 0;
+    if (llama_is_adapter(t->kind)) return (float)((2 * two - 1) / sqrt((double)t->cols)); /* as in PEFT */
     double deviation =
         t->kind == LLAMA_WO || t->kind == LLAMA_DOWN ? 0.02 / sqrt(2.0 * (double)layers) : 0.02;
     return (float)(deviation * sqrt(-2 * log(one)) * cos(2 * acos(-1.0) * two));
