@@ -1951,8 +1951,8 @@ static void test_fields(void)
     const field *f;
     check_fields("llama_config", llama_fields, LLAMA_FIELDS, sizeof a, 0, 0);
     check_fields("llama_run", llama_run_fields, LLAMA_RUN_FIELDS, sizeof(llama_run),
-                 offsetof(llama_run, text_hash),
-                 offsetof(llama_run, text_hash) + sizeof(uint64_t)); /* which no flag says */
+                 offsetof(llama_run, train),
+                 offsetof(llama_run, text_hash) + sizeof(uint64_t)); /* no number that a flag says */
     b.rope_theta = 500000;
     f = fields_differ(llama_fields, LLAMA_FIELDS, &a, &b);
     CHECK(f != NULL && strcmp(f->key, "rope_theta") == 0);

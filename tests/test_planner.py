@@ -165,6 +165,8 @@ def same_bytes():
              ({}, 2, 'f32', ['--method', 'upipe-fpdt', '--activations', 'offload', '--overlap'], False),
              ({}, 2, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '3', '--offload-optimizer'], True),
              ({}, 4, 'f32', ['--method', 'upipe', '--activations', 'offload', '--accumulate', '2', '--replicas', '2'], True),
+             ({}, 4, 'f32', ['--method', 'upipe', '--activations', 'offload', '--train', '*.mlp.*,*1.self_attn.q_proj.weight,*norm*'], True),
+             ({}, 2, 'bf16', ['--method', 'upipe', '--activations', 'offload', '--lora', '4:8:q,o,up'], True),
              (uneven, 3, 'f32', ['--method', 'upipe', '--activations', 'offload'], True)]
     for number, (config, ranks, dtype, words, real) in enumerate(cases):
         words = [*words, '--dtype', dtype, '--tokens', '512', '--zero', number % 4]
@@ -241,6 +243,8 @@ def refusals():
         ('have GPUs', *paper_s, '--machine', 'cpu'), ('may come 16 times', *small, *['--calibrate', 'x'] * 17),
         ('no effect without --model', '--write-machine', at('never.json'), '--tokens', '1M'),
         ('contradict', *small, '--method', 'ulysses', '--chunk', '8'), ('chunk', *paper_s, '--chunk', '7'),
+        ('--train and --lora would have no effect', *paper_s, '--train', '*norm*'), ('--lora is RANK', *small, '--lora', '0'),
+        ('has a name like', *small, '--train', '*.qq'),
         ('none of these can be given', *small, '--best', '--method', 'upipe'),
         ('mixtral', '--tokens', '1k', '--model', model('experts', model_type='mixtral')),
     ]:

@@ -7,6 +7,7 @@ as they were. Checkpoints are read here a second time, by the format's specifica
 """
 
 import array
+import fnmatch
 import json
 import math
 import os
@@ -158,29 +159,39 @@ def kept(c, rows):
     return here * unit, away
 
 
+def is_trained(c, name):
+    if c['lora']:
+        return '.lora_' in name
+    return c['train'] is None or any(fnmatch.fnmatchcase(name, pattern) for pattern in c['train'].split(','))
+
+
 def units_of(c):
-    """Elements of the matrices that are used together: half a layer, the embedding, the head."""
-    units = {}
+    """Elements of the matrices that are used together, half a layer, the embedding, the head: trained, and frozen."""
+    units = ({}, {})
     for name, shape in tensors_wanted(c).items():
         if len(shape) == 2:
-            unit = name.rsplit('.', 2)[0] if 'layers' in name else name
-            units[unit] = units.get(unit, 0) + math.prod(shape)
-    return units.values()
+            unit = '.'.join(name.split('.')[:4]) if 'layers' in name else name
+            kind = units[not is_trained(c, name)]
+            kind[unit] = kind.get(unit, 0) + math.prod(shape)
+    return units
 
 
 def check_states(c, at_peak, element, what):
     """What rank 0 holds of weights, gradients and the optimizer; of the first two also what is gathered at the peak."""
     units, zero, away = units_of(c), c['zero'], c['offload_optimizer']
-    vectors = sum(shape[0] for shape in tensors_wanted(c).values() if len(shape) == 1)
-    whole, most = sum(units), max(units)
-    shard = sum(-(-n // c['ranks']) for n in units)
-    weights = 0 if c['offload_weights'] else shard if zero > 2 else whole
+    all_vectors = sum(shape[0] for shape in tensors_wanted(c).values() if len(shape) == 1)
+    vectors = sum(shape[0] for name, shape in tensors_wanted(c).items() if len(shape) == 1 and is_trained(c, name))
+    whole, frozen = (sum(u.values()) for u in units)
+    shard, frozen_shard = (sum(-(-n // c['ranks']) for n in u.values()) for u in units)
+    most = max(sum(u.get(name, 0) for u in units) for name in {**units[0], **units[1]})
+    adapted = c['lora'] is not None # a unit's matrices with their adapters, and their gradients
+    weights = 0 if c['offload_weights'] else shard + frozen_shard if zero > 2 else whole + frozen
     gradients = 0 if away and zero > 1 else shard if zero > 1 else whole
-    more = at_peak['weights'] - weights * element - vectors * 4
-    check(more == 0 if zero < 3 else 0 <= more <= (2 + c['zero_prefetch']) * most * element,
+    more = at_peak['weights'] - weights * element - all_vectors * 4
+    check(0 <= more <= ((2 + c['zero_prefetch']) * (zero == 3) + 2 * adapted) * most * element,
           f'{what}: {more} bytes more of weights')
     more = at_peak['gradients'] - gradients * 4 - vectors * 4
-    check(more == 0 if zero < 2 else 0 <= more <= 2 * most * 4, f'{what}: {more} bytes more of gradients')
+    check(0 <= more <= (2 * (zero > 1) + adapted) * most * 4, f'{what}: {more} bytes more of gradients')
     states, vector_states = (shard, -(-vectors // c['ranks'])) if zero else (whole, vectors)
     states = 0 if away else states
     equal(at_peak['optimizer'], 8 * (states + vector_states) + (4 * states if c['dtype'] == 'bf16' else 0),
@@ -192,10 +203,11 @@ def with_states(c, element, away):
     updates a unit, two tiles of what is not there are in the place of activations."""
     if not c['offload_optimizer']:
         return away
-    units = [-(-n // c['ranks']) if c['zero'] else n for n in units_of(c)]
+    trained, frozen = ([-(-n // c['ranks']) if c['zero'] else n for n in u.values()] for u in units_of(c))
     weights = element if c['offload_weights'] else 0
-    tiles = 2 * min(max(units), 2**20) * (element - weights + 4 * (c['zero'] < 2))
-    return sum(units) * ((12 if element == 2 else 8) + 4 * (c['zero'] > 1) + weights) + max(away, tiles)
+    tiles = 2 * min(max(trained), 2**20) * (element - weights + 4 * (c['zero'] < 2))
+    states = sum(trained) * ((12 if element == 2 else 8) + 4 * (c['zero'] > 1))
+    return states + sum(trained + frozen) * weights + max(away, tiles)
 
 
 def check_numbers(numbers, what):
@@ -519,6 +531,129 @@ def test_prefetch(folder):
         failed(folder, ['--zero-prefetch', *zero], 2, ['--zero-prefetch', 'no effect', f'--zero {(zero or [0, 1])[1]}'])
 
 
+def test_frozen(folder):
+    """What is frozen has no gradient and no states, and keeps its bits; the gradients of the rest keep theirs."""
+    few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, **EVEN}
+
+    def stored(folder, step, name):
+        return {tensor: data for tensor, (_, _, data) in safetensors(f'{folder}/checkpoint-{step}/{name}.safetensors')[1].items()}
+
+    for what, train, flags in [('a half', '*.self_attn.*', {'ranks': 3, 'heads': 3, 'kv_heads': 3}),
+                               ('some', '*.q_proj.weight,*1.input_layernorm*,model.embed_tokens.weight', {'untied': True, 'dtype': 'bf16'}),
+                               ('norms', '*norm*', {}), ('a tied table', 'model.embed_tokens.weight', {'zero': 3, 'ranks': 1}),
+                               ('segments', '*_proj.bias,lm_head.weight',
+                                {'method': 'fpdt', 'segments': 2, 'attention_bias': 'qkv', 'untied': True, 'activations': 'offload,grad'})]:
+        flags = {**few, **flags}
+        whole = good(folder, f'{what}: all trained', **flags, steps=1, save=what + '/whole')
+        one = good(folder, f'{what}: one step', **flags, steps=1, save=what + '/one', train=train)
+        equal(one['loss'], whole['loss'], f'frozen, {what}: the first loss')
+        trained = [name for name in tensors_wanted(one['config']) if is_trained(one['config'], name)]
+        moments, all_moments = stored(what + '/one', 1, 'optimizer'), stored(what + '/whole', 1, 'optimizer')
+        masters = [n for n in trained if f'master.{n}' in all_moments]
+        equal(sorted(moments), sorted([p + n for n in trained for p in ('exp_avg.', 'exp_avg_sq.')] + ['master.' + n for n in masters]),
+              f'frozen, {what}: states')
+        equal([name for name in moments if moments[name] != all_moments[name]], [], f'frozen, {what}: gradients')
+        squares = sum((x / (1 - one['config']['beta1'])) ** 2 for n in trained for x in array.array('f', moments['exp_avg.' + n]))
+        check(abs(math.sqrt(squares) / one['grad_norm'][0] - 1) < 1e-5, f'frozen, {what}: the norm')
+        saved = [sum(n['memory']['at_peak'][part] for part in ('gradients', 'optimizer')) for n in (whole, one)]
+        if one['config']['zero'] < 2:
+            equal(whole['peak_bytes'] - one['peak_bytes'], saved[0] - saved[1], f'frozen, {what}: bytes saved')
+        long = good(folder, f'{what}: 20 steps', **flags, steps=20, save=what + '/long', train=train, zero_prefetch=flags.get('zero') == 3)
+        first, last = (stored(f'{what}/{name}', step, 'model') for name, step in (('one', 1), ('long', 20)))
+        equal(sorted(name for name in last if last[name] != first[name]), sorted(trained), f'frozen, {what}: what has moved')
+        for zero in (0, 2, 3):
+            same(good(folder, f'{what}, zero {zero}', **{**flags, 'zero': zero}, steps=2, train=train),
+                 {key: long[key][:2] for key in ('loss', 'grad_norm')}, f'frozen, {what}, zero {zero}')
+    flags = {**few, 'train': '*.down_proj.weight,*norm*'}
+    whole = good(folder, 'frozen, six steps', **flags, steps=6, save='six')
+    good(folder, 'frozen, three steps', **flags, steps=3, save='three')
+    rest = good(folder, 'frozen, three more', tokens=48, steps=6, clip=0, resume='three', save='three', zero=3)
+    equal((rest['loss'], rest['config']['train']), (whole['loss'][3:], flags['train']), 'frozen: resumed')
+    for name in ('model.safetensors', 'optimizer.safetensors'):
+        check(read(f'six/checkpoint-6/{name}') == read(f'three/checkpoint-6/{name}'), f'frozen: {name} after a resume')
+    failed(folder, given(resume='six', tokens=48, steps=9, train='*norm*'), 1, ['--train .*down_proj.*, not --train .*norm'])
+    failed(folder, given(resume='some/whole', tokens=48, steps=9, train='*norm*'), 1, ['--train not given, not --train .*norm'])
+    for train, *words in [('*.q_proj.weight,*.qq', "no tensor of the model has a name like '.*qq'"), (',', "''"), ('x' * 1024, 'at most 1023')]:
+        failed(folder, given(train=train), 1, ['--train', *words])
+
+
+def product(a, b, columns):
+    """[n][k] by [k][columns], numbers in rows, in f64."""
+    depth = len(b) // columns
+    return [math.fsum(a[i + k] * b[k * columns + j] for k in range(depth)) for i in range(0, len(a), depth) for j in range(columns)]
+
+
+def turned(a, columns):
+    return [x for j in range(columns) for x in a[j::columns]]
+
+
+def test_lora(folder):
+    """Gradients of adapters are those of the merged matrices, in all that is trained, multiplied with the other one."""
+    few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, 'data': 'window', **EVEN}
+    alpha, rank = 6, 4
+    write('window', read(BOOK)[:49]) # each step has the same tokens
+
+    def stored(folder, step, name):
+        return {tensor: (shape, array.array('f', data))
+                for tensor, (_, shape, data) in safetensors(f'{folder}/checkpoint-{step}/{name}.safetensors')[1].items()}
+
+    quiet(given(**few, steps=0, save='base'), folder, 'the base')
+    loaded = {**{key: few[key] for key in ('tokens', 'clip', 'data')}, **EVEN, 'layers': None}
+    lora = {**loaded, 'lora': f'{rank}:{alpha}:q,k,v,o,gate,up,down'}
+    one = good(folder, 'adapters', **lora, load='base', steps=2, save='lora', save_every=1, keep=2)
+    whole = good(folder, 'without adapters', **loaded, load='base', steps=1)
+    equal(one['loss'][0], whole['loss'][0], 'adapters: the first loss')
+    base, first = stored('base', 0, 'model'), stored('lora', 1, 'model')
+    equal([name for name in base if base[name] != first[name]], [], 'adapters: what has moved beside them')
+    head, data = {}, b''
+    for name, (shape, numbers) in base.items():
+        a, b = (first.get(name.replace('weight', f'lora_{which}.weight')) for which in 'AB')
+        if a:
+            more = product(b[1], a[1], shape[1])
+            numbers = array.array('f', [w + alpha / rank * x for w, x in zip(numbers, more)])
+        head[name] = {'dtype': 'F32', 'shape': shape, 'data_offsets': [len(data), len(data) + 4 * len(numbers)]}
+        data += numbers.tobytes()
+    os.makedirs('merged')
+    shutil.copy('base/checkpoint-0/config.json', 'merged')
+    write_tensors('merged/model.safetensors', head, data)
+    merged = good(folder, 'merged', **loaded, load='merged', steps=1, save='all')
+    near(merged['loss'], one['loss'][1:], 1e-6, 'adapters: the loss of merged matrices')
+    gradients = {name[8:]: [x / (1 - 0.9) for x in numbers] for name, (_, numbers) in stored('all', 1, 'optimizer').items() if 'exp_avg.' in name}
+    before, after = (stored('lora', step, 'optimizer') for step in (1, 2))
+    for name, (shape, _) in base.items():
+        a, b = (name.replace('weight', f'lora_{which}.weight') for which in 'AB')
+        if a not in first:
+            continue
+        want = {a: product(turned(first[b][1], rank), gradients[name], shape[1]),
+                b: product(gradients[name], turned(first[a][1], shape[1]), rank)}
+        for one_of, numbers in want.items():
+            key = 'exp_avg.' + one_of
+            got = [(y - 0.9 * x) / (1 - 0.9) for x, y in zip(before[key][1], after[key][1])]
+            largest = max(map(abs, numbers)) * alpha / rank
+            off = max(abs(x - alpha / rank * y) for x, y in zip(got, numbers))
+            check(off <= 1e-5 * largest, f'{one_of}: {off} off, of {largest}')
+        check(not any(before['exp_avg.' + a][1]) and any(first[a][1]), f'{a}: B is zero at first, A is not')
+    lora['data'] = BOOK
+    for what, flags in [('3 ranks', {'ranks': 3, 'heads': 3, 'kv_heads': 3}), ('bf16', {'dtype': 'bf16', 'untied': True}),
+                        ('segments', {'method': 'fpdt', 'segments': 2, 'attention_bias': 'qkvo', 'activations': 'blocks:2,grad'})]:
+        flags = {**few, 'steps': 2, 'data': BOOK, 'lora': '3:8:k,o,down', **flags}
+        stages = [good(folder, f'adapters, {what}, zero {zero}', **flags, zero=zero, zero_prefetch=zero == 3) for zero in range(4)]
+        for stage in stages[1:]:
+            same(stage, stages[0], f'adapters, {what}')
+    flags = {**few, 'data': BOOK, 'lora': '2'}
+    six = good(folder, 'adapters, six steps', **flags, steps=6, save='six')
+    good(folder, 'adapters, three', **flags, steps=3, save='three')
+    rest = good(folder, 'adapters, three more', tokens=48, steps=6, resume='three', save='three', zero=3)
+    equal((rest['loss'], rest['config']['lora']), (six['loss'][3:], '2'), 'adapters: resumed')
+    for name in ('model.safetensors', 'optimizer.safetensors'):
+        check(read(f'six/checkpoint-6/{name}') == read(f'three/checkpoint-6/{name}'), f'adapters: {name} after a resume')
+    failed(folder, given(resume='six', tokens=48, steps=9, lora='3'), 1, ['--lora 2, not --lora 3'])
+    failed(folder, given(load='six', steps=9), 1, ['lora_A.weight is no tensor of this model'])
+    failed(folder, given(lora='2', train='*norm*'), 1, ['--lora', '--train would have no effect'])
+    for words in ['0', '1025', 'x', '2:0', '2:x', '2:8:', '2:8:q,w', '2:8:q,', '2:8:' + 'q,' * 40 + 'q']:
+        failed(folder, given(lora=words), 1, ['--lora is RANK:ALPHA:TARGETS'])
+
+
 def test_reduce_dtype(folder):
     """Gradients that travel in bf16: fewer bytes, nearly the losses, and the same bits in every stage and every run."""
     few = {'tokens': 48, 'steps': 3, 'layers': 2, 'model_dim': 32, 'heads': 4, 'kv_heads': 4, 'ranks': 4}
@@ -566,6 +701,11 @@ def tensors_wanted(c):
         for name, size in {'none': {}, 'qkv': {'q': H, 'k': K, 'v': K}, 'qkvo': {'q': H, 'k': K, 'v': K, 'o': D}}[
                 c['attention_bias']].items():
             want[at + f'self_attn.{name}_proj.bias'] = [size]
+        rank, _, more = (c['lora'] or '').partition(':')
+        for name in (more.partition(':')[2] or 'q,v').split(',') if rank else []:
+            part = at + ('mlp.' if name in ('gate', 'up', 'down') else 'self_attn.') + name + '_proj.'
+            out, into = want[part + 'weight']
+            want.update({part + 'lora_A.weight': [int(rank), into], part + 'lora_B.weight': [out, int(rank)]})
     if c['untied']:
         want['lm_head.weight'] = [V, D]
     return want
@@ -1612,6 +1752,6 @@ def test_sample(folder):
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
-                       test_zero, test_prefetch, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
+                       test_zero, test_prefetch, test_frozen, test_lora, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

@@ -234,13 +234,13 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
     void *data;
     if (g != NULL) *g = NULL;
     UPIPE_TRY(upi_zero_unit(c, z, unit, g));
+    if (upi_zero_n(z, unit) == 0) return UPIPE_OK;
     if (z->stage < 2) {
         if (z->grads == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: grads is NULL");
         *g = z->grads + z->first[unit];
         return UPIPE_OK;
     }
     bytes = upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS);
-    if (bytes == 0) return UPIPE_OK;
     s = upipe_mem_alloc(c->mem, &data, bytes, UPIPE_USE_GRADIENTS, "gradients", &c->err);
     if (s == UPIPE_OK) s = c->ops->zero(c, data, bytes);
     if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);

@@ -75,7 +75,7 @@ typedef struct options {
     int offload, zero, zero_prefetch, reduce_dtype, offload_optimizer, offload_weights;
     size_t tile_bytes;
 
-    const char *model, *machine, *lengths;
+    const char *model, *machine, *lengths, *train, *lora;
     int as_titan, max_tokens, best, plan;
     text_list calibrate, ignore_key;
 
@@ -224,6 +224,12 @@ static const flag_row flag_rows[] = {
      "what --loss-mask is, for the tokens of --eval"},
     {"eval-every", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(eval_every), 0, INT32_MAX, "0", FLAG_TRAINING,
      "steps between evaluations; 0: one after the last step"},
+    {"train", "PATTERN,...", IN_TRAIN | IN_PLAN, in_training, FLAG_TEXT, AT(train), 0, 0, NULL, FLAG_DATA,
+     "tensors that are trained, by name or by patterns with * and ?; the others are frozen: they have neither gradients nor "
+     "states of the optimizer (all)"},
+    {"lora", "R[:ALPHA[:LIST]]", IN_TRAIN | IN_PLAN, in_training, FLAG_TEXT, AT(lora), 0, 0, NULL, FLAG_DATA,
+     "adapters of rank R are trained, and nothing else: ALPHA / R * B * A is added to the matrices of LIST, of q, k, v, o, "
+     "gate, up and down (8:q,v)"},
     {"steps", "N", IN_TRAIN, in_training, FLAG_WHOLE, AT(steps), 0, INT32_MAX, "100", FLAG_SCHEDULE | FLAG_TRAINING,
      "of the whole training, those before a resume included; 0: --save exports the first weights, --eval evaluates them"},
     {"lr", "X", IN_TRAIN, in_training, FLAG_REAL, AT(lr), 0, 1000, "1e-3", FLAG_SCHEDULE | FLAG_TRAINING,

@@ -98,8 +98,8 @@ static inline int world_place(const int64_t *node, int ranks, int me, int *near_
 /* The first rank of this process's ring, whose ranks are in_team apart. */
 static inline int world_ring_first(const struct world *w)
 {
-    const int grid = w->in_team * w->in_ring;
-    return w->first / grid * grid + w->first % w->in_team;
+    const int ranks = w->in_team * w->in_ring; /* of a replica */
+    return w->first / ranks * ranks + w->first % w->in_team;
 }
 
 #include "world_tcp.h"

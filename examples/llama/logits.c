@@ -169,7 +169,8 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     llama_state_init(&state, &g->layout, (upipe_dtype)g->o.dtype, 0, 0, 1);
     state.zero[LLAMA_WEIGHTS].weights = g->weights; /* all ranks read the same */
     r.zero = &state.zero[LLAMA_WEIGHTS];
-    r.vectors = (const float *)g->vectors;
+    r.frozen = &state.frozen[LLAMA_WEIGHTS];
+    r.vectors[0] = (const float *)g->vectors;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, UPIPE_USE_INPUT, "tokens", &c->err));
     r.tokens = (int32_t *)data;
     UPIPE_TRY(logits_tokens(g, &r));

@@ -50,10 +50,7 @@ static int find_model(run *u)
     if (u->o.activations.k > config.layers)
         return cli_fail("--activations %s: the model has %lld layers",
                         activations_text(kept, &u->o.activations), (long long)config.layers);
-    if (llama_layout_init(&u->layout, &config) != 0)
-        return cli_fail("the model's bytes leave 63 bits, or memory is out");
-    if (u->from != NULL && !u->o.plan && llama_load_check(u->from, &u->layout, &e) != 0)
-        return cli_fail("%s", e.text);
+    u->config = config;
     return 0;
 }
 
@@ -74,6 +71,18 @@ static int find_position(run *u)
                         (long long)p->step);
     return cli_fail("%s has done %lld steps already, --steps says %lld", u->from, (long long)p->step,
                     (long long)o->steps);
+}
+
+/* Its tensors, and which are trained. */
+static int find_layout(run *u)
+{
+    upipe_err e;
+    memset(&e, 0, sizeof e);
+    if (llama_layout_trained(&u->layout, &u->config, u->o.train, u->o.lora, &e) != UPIPE_OK)
+        return cli_fail("%s", e.text);
+    if (u->from != NULL && !u->o.plan && llama_load_check(u->from, &u->layout, &e) != 0)
+        return cli_fail("%s", e.text);
+    return 0;
 }
 
 /* What it is trained on. All of it is read once: by rank 0, and by every process that looks for the ends of documents. */
@@ -178,8 +187,8 @@ static int find_prompt(run *u)
 static int prepare(run *u, files *all)
 {
     const int plan = u->o.plan;
-    int bad =
-        find_model(u) != 0 || find_position(u) != 0 || find_prompt(u) != 0 || (!plan && find_data(u) != 0);
+    int bad = find_model(u) != 0 || find_position(u) != 0 || find_layout(u) != 0 || find_prompt(u) != 0 ||
+              (!plan && find_data(u) != 0);
     if (world_agree(&u->net, -bad) != 0 || (!plan && find_same(u) != 0)) return -1;
     bad = (!plan && find_text(u) != 0) || run_plan(u) != 0 || (!plan && run_check_memory(u, 1) != 0) ||
           report_reserve(u, all) != 0;

@@ -117,11 +117,12 @@ static int options_resolve(job *j)
         return cli_refuse(
             "--replicas would have no effect with --documents, which are one replica's, and as torchtitan");
     if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
-    if (o->as_titan && (o->dtype != UPIPE_BF16 || options_given(o, &o->device) ||
-                        options_given(o, &o->zero) || o->zero_prefetch ||
-                        options_given(o, &o->reduce_dtype) || o->offload_weights || o->offload_optimizer))
+    if (o->as_titan &&
+        (o->dtype != UPIPE_BF16 || options_given(o, &o->device) || options_given(o, &o->zero) ||
+         o->zero_prefetch || options_given(o, &o->reduce_dtype) || o->offload_weights ||
+         o->offload_optimizer || o->train != NULL || o->lora != NULL))
         return cli_refuse(
-            "--dtype, --device, --zero, --zero-prefetch, --reduce-dtype, --offload-optimizer and --offload-weights would have no effect as torchtitan");
+            "--dtype, --device, --zero, --zero-prefetch, --reduce-dtype, --offload-optimizer, --offload-weights, --train and --lora would have no effect as torchtitan");
     if (o->offload_weights && (o->zero < 3 || !o->offload_optimizer))
         return cli_refuse("--offload-weights wants --zero 3 and --offload-optimizer");
     if (o->zero_prefetch && o->zero < 3)

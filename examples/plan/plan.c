@@ -9,6 +9,7 @@
 #define PROGRAM "upipe-plan"
 
 #include "../common/files.h"
+#include "../llama/model/lora_flag.h"
 #include "best.h"
 #include "calibrate.h"
 #include "longest.h"
@@ -109,14 +110,13 @@ static int plan(job *j, files *all)
     upipe_ops ops;
     llama_layout layout;
     planner p;
+    upipe_err e;
+    upipe_status s;
     int status = plan_reserve(j, all);
     if (status == 0 && j->o.write_machine != NULL) status = plan_write_machine(j, all);
     if (status != 0 || j->o.model == NULL) return status;
-    status = llama_layout_init(&layout, &j->config);
-    if (status != 0)
-        return cli_fail(status == LLAMA_LAYOUT_MEMORY ? "out of memory: the table of the model's tensors"
-                                                      : "the model's bytes leave 63 bits"),
-               EXIT_RUN;
+    s = llama_layout_trained(&layout, &j->config, j->o.train, j->o.lora, &e);
+    if (s != UPIPE_OK) return cli_fail("%s", e.text), s == UPIPE_ERR_ARG ? EXIT_USAGE : EXIT_RUN;
     memset(&ops, 0, sizeof ops);
     device_table(j->o.device, &ops);
     p.m = &j->machine;

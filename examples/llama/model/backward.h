@@ -69,8 +69,9 @@ static inline upipe_status model_embed_pad(model_rank *r, upipe_view table, void
     return back ? upipe_mem_free(r->c->mem, *row, &r->c->err) : UPIPE_OK;
 }
 
-/* The gradient of the embedding from g, that of the first layer's input, whose block goes back to the pool. Where a rank
- * holds no whole gradient until now, and in segments little else, g waits in the second pool and is read by tiles. */
+/* The gradient of the embedding, unless that is frozen, from g, that of the first layer's input, whose block goes back to
+ * the pool. Where a rank holds no whole gradient until now, and in segments little else, g waits in the second pool and is
+ * read by tiles. */
 static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
 {
     const llama_config *config = &r->m->layout->config;
@@ -79,6 +80,7 @@ static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
     activations_tiles t;
     upipe_view table;
     void *padding = NULL;
+    if (model_tensor(r, LLAMA_EMBED, -1)->frozen) return model_free_block(r, g);
     if (model_factor(config->embedding_multiplier) != 0)
         UPIPE_TRY(r->c->ops->scale(r->c, g, g, model_factor(config->embedding_multiplier)));
     if (away) {
@@ -155,6 +157,7 @@ static inline upipe_status model_mlp_bwd(model_rank *r, int64_t layer, upipe_vie
         UPIPE_TRY(activations_tiles_next(&r->kept, r->c, &t));
     }
     UPIPE_TRY(activations_tiles_end(r->c, &t));
+    UPIPE_TRY(model_grads_adapt(r, unit));
     UPIPE_TRY(model_weights_end(r, unit));
     UPIPE_TRY(model_grads_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
@@ -231,6 +234,7 @@ static inline upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_v
     UPIPE_TRY(model_grad_fetch(r, there, g));
     UPIPE_TRY(model_norm_bwd(r, layer, *g, n, x, away));
     UPIPE_TRY(upipe_mem_free(a.pool, n.data, &c->err));
+    UPIPE_TRY(model_grads_adapt(r, unit));
     UPIPE_TRY(model_weights_end(r, unit));
     return model_grads_end(r, unit);
 }

@@ -36,8 +36,28 @@ typedef enum llama_kind {
     LLAMA_DOWN,
     LLAMA_NORM,
     LLAMA_HEAD,
-    LLAMA_KINDS
+    LLAMA_LORA_A, /* of each of llama_lora_kinds in turn */
+    LLAMA_LORA_B = LLAMA_LORA_A + 7,
+    LLAMA_KINDS = LLAMA_LORA_B + 7
 } llama_kind;
+
+enum { LLAMA_LORAS = LLAMA_LORA_B - LLAMA_LORA_A, LLAMA_LORAS_ATTENTION = 4 };
+
+static const llama_kind llama_lora_kinds[LLAMA_LORAS] = {LLAMA_WQ,   LLAMA_WK, LLAMA_WV,  LLAMA_WO,
+                                                         LLAMA_GATE, LLAMA_UP, LLAMA_DOWN};
+static const char *const llama_lora_parts[LLAMA_LORAS] = {
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj",    "mlp.up_proj",      "mlp.down_proj"};
+
+/* llama_lora -- adapters of low rank: a target's matrix is W + alpha / rank * B * A
+ *   rank     rows of A, columns of B; 0: there are none
+ *   targets  bits of llama_lora_kinds
+ */
+typedef struct llama_lora {
+    int rank;
+    unsigned targets;
+    double alpha;
+} llama_lora;
 
 /* Groups of tensors. */
 enum { LLAMA_WEIGHTS, LLAMA_VECTORS, LLAMA_GROUPS };
@@ -47,9 +67,13 @@ typedef struct llama_tensor {
     int64_t rows, cols; /* a vector is [rows], cols = 1 */
     int is_vector;      /* which group: weights (matrices, storage type) or vectors (f32) */
     int64_t at, n;      /* first element in its group, elements */
+    int64_t drawn;      /* the same where nothing is frozen: a new model's values go by it */
     int64_t layer;      /* -1 outside layers */
     llama_kind kind;
-    int unit; /* of the weights group; -1 for a vector */
+    int unit;        /* of the weights group; -1 for a vector */
+    int frozen;      /* its group is that of what is not trained (frozen.h) */
+    int lora;        /* tensors from this one to its adapter's A, behind which B is; 0: it has none */
+    int64_t lora_at; /* first element among those of its unit that have an adapter */
 } llama_tensor;
 
 typedef struct llama_layout {
@@ -65,12 +89,22 @@ typedef struct llama_layout {
     int64_t *first;
     int units;
     int64_t vectors_first[2]; /* the vectors are one unit */
-    int place[LLAMA_KINDS];   /* the tensor of layer 0, or outside layers; -1 = the model has none */
-    int step[LLAMA_GROUPS];   /* tensors from a layer to the next */
+    /* What is not trained lies in groups of its own, in the same units: of both, elements and where units begin. */
+    int64_t frozen[LLAMA_GROUPS], *frozen_first, frozen_vectors_first[2];
+    int place[LLAMA_KINDS]; /* the tensor of layer 0, or outside layers; -1 = the model has none */
+    int step[LLAMA_GROUPS]; /* tensors from a layer to the next */
+    llama_lora lora;
+    int64_t adapted[2],
+        adapters; /* elements of a layer's two units that have adapters; of all adapters so far */
 } llama_layout;
 static inline int llama_is_bias(llama_kind kind)
 {
     return kind >= LLAMA_BQ && kind <= LLAMA_BO;
+}
+
+static inline int llama_is_adapter(llama_kind kind)
+{
+    return kind >= LLAMA_LORA_A;
 }
 
 static inline int llama_is_vector(llama_kind kind)
@@ -91,11 +125,16 @@ static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, con
     t->rows = rows;
     t->cols = cols;
     t->at = *group;
+    t->drawn =
+        llama_is_adapter(kind) ? (INT64_C(1) << 60) + l->adapters : *group - (t->is_vector ? 0 : l->adapters);
     if (layer < 0)
         snprintf(t->name, sizeof t->name, "%s.weight", part);
     else
         snprintf(t->name, sizeof t->name, "model.layers.%" PRId64 ".%s.%s", layer, part,
-                 llama_is_bias(kind) ? "bias" : "weight");
+                 llama_is_bias(kind)      ? "bias"
+                 : kind >= LLAMA_LORA_B   ? "lora_B.weight"
+                 : llama_is_adapter(kind) ? "lora_A.weight"
+                                          : "weight");
     if (layer <= 0) l->place[kind] = l->n;
     if (layer == 0) ++l->step[t->is_vector];
     /* bytes too are to stay within 63 bits */
@@ -108,7 +147,27 @@ static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, con
         l->first[l->units] = t->at + t->n;
     }
     *group += t->n;
+    if (llama_is_adapter(kind)) l->adapters += t->n;
     ++l->n;
+    return 0;
+}
+
+/* Adapters of a unit's matrices: numbers first .. end - 1 of llama_lora_kinds. */
+static inline int llama_add_adapters(llama_layout *l, int64_t layer, int first, int end)
+{
+    int64_t *const adapted = &l->adapted[first > 0];
+    int i;
+    for (i = first, *adapted = 0; i < end; ++i) {
+        llama_tensor *const t =
+            &l->tensors[l->place[llama_lora_kinds[i]] + (int)layer * l->step[LLAMA_WEIGHTS]];
+        if (!(l->lora.targets >> i & 1)) continue;
+        t->lora = (int)(&l->tensors[l->n] - t);
+        t->lora_at = *adapted;
+        *adapted += t->n;
+        if (llama_add(l, (llama_kind)(LLAMA_LORA_A + i), layer, llama_lora_parts[i], l->lora.rank, t->cols) ||
+            llama_add(l, (llama_kind)(LLAMA_LORA_B + i), layer, llama_lora_parts[i], t->rows, l->lora.rank))
+            return -1;
+    }
     return 0;
 }
 
@@ -129,9 +188,11 @@ static inline int llama_add_all(llama_layout *l)
             llama_add(l, LLAMA_WK, i, "self_attn.k_proj", kv, c->dim) ||
             llama_add(l, LLAMA_WV, i, "self_attn.v_proj", kv, c->dim) ||
             llama_add(l, LLAMA_WO, i, "self_attn.o_proj", c->dim, q) ||
+            llama_add_adapters(l, i, 0, LLAMA_LORAS_ATTENTION) ||
             llama_add(l, LLAMA_GATE, i, "mlp.gate_proj", c->hidden, c->dim) ||
             llama_add(l, LLAMA_UP, i, "mlp.up_proj", c->hidden, c->dim) ||
-            llama_add(l, LLAMA_DOWN, i, "mlp.down_proj", c->dim, c->hidden))
+            llama_add(l, LLAMA_DOWN, i, "mlp.down_proj", c->dim, c->hidden) ||
+            llama_add_adapters(l, i, LLAMA_LORAS_ATTENTION, LLAMA_LORAS))
             return -1;
     if (!c->tied && llama_add(l, LLAMA_HEAD, -1, "lm_head", c->vocab, c->dim)) return -1;
     for (i = 0; i < c->layers; ++i) {
@@ -192,28 +253,31 @@ static inline void llama_layout_free(llama_layout *l)
     memset(l, 0, sizeof *l);
 }
 
-/* llama_layout_init -- names, shapes and places of all tensors
+/* llama_layout_init, llama_layout_adapted -- names, shapes and places of all tensors
+ *   lora  adapters beside the model's own tensors, of a family that stores each matrix alone; NULL: none
  *
  * Returns -1 where a size is not positive, there are more than LLAMA_LAYERS_MAX layers, or the bytes leave 63 bits;
  * LLAMA_LAYOUT_MEMORY where there is no memory for the table. Then nothing is to be freed.
  */
 enum { LLAMA_LAYOUT_MEMORY = -2 };
 
-static inline int llama_layout_init(llama_layout *l, const llama_config *c)
+static inline int llama_layout_adapted(llama_layout *l, const llama_config *c, const llama_lora *lora)
 {
+    const size_t most = (size_t)c->layers * (17 + 2 * LLAMA_LORAS) + 3;
     int kind, memory;
     memset(l, 0, sizeof *l);
+    if (lora != NULL) l->lora = *lora;
     for (kind = 0; kind < LLAMA_KINDS; ++kind) l->place[kind] = -1;
     if (c->layers < 1 || c->layers > LLAMA_LAYERS_MAX || c->dim < 1 || c->hidden < 1 || c->vocab < 1 ||
         c->heads < 1 || c->kv_heads < 1 || c->head_dim < 1)
         return -1;
     l->config = *c;
     l->vectors_first[0] = 0;
-    l->tensors = (llama_tensor *)calloc((size_t)c->layers * 17 + 3, sizeof *l->tensors);
-    l->first = (int64_t *)calloc((size_t)c->layers * 2 + 3, sizeof *l->first);
+    l->tensors = (llama_tensor *)calloc(most, sizeof *l->tensors);
+    l->first = (int64_t *)calloc(2 * ((size_t)c->layers * 2 + 3), sizeof *l->first);
+    l->frozen_first = l->first + (c->layers * 2 + 3);
     l->stored = l->tensors;
-    if (llama_families[c->family].fused)
-        l->stored = (llama_tensor *)calloc((size_t)c->layers * 17 + 3, sizeof *l->stored);
+    if (llama_families[c->family].fused) l->stored = (llama_tensor *)calloc(most, sizeof *l->stored);
     memory = l->tensors != NULL && l->first != NULL && l->stored != NULL;
     if (memory && llama_add_all(l) == 0) {
         l->vectors_first[1] = l->vectors;
@@ -225,6 +289,11 @@ static inline int llama_layout_init(llama_layout *l, const llama_config *c)
     }
     llama_layout_free(l);
     return memory ? -1 : LLAMA_LAYOUT_MEMORY;
+}
+
+static inline int llama_layout_init(llama_layout *l, const llama_config *c)
+{
+    return llama_layout_adapted(l, c, NULL);
 }
 
 /* The tensor of this kind, layer -1 outside layers; NULL if the model has none. */

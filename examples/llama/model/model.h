@@ -65,10 +65,13 @@ typedef struct model_rank {
     upipe_ctx *c;
     upipe_mem *second; /* the second pool */
     activations kept;
-    upipe_zero *zero;                 /* of the weights group */
-    const void *weights[MODEL_UNITS]; /* of the unit of each kind that has begun */
+    upipe_zero *zero, *frozen;           /* of the weights groups: what is trained, and what is frozen */
+    const void *weights[2][MODEL_UNITS]; /* of the unit of each kind that has begun: trained, frozen */
     float *grads[MODEL_UNITS];
-    const float *vectors;
+    void *merged
+        [MODEL_UNITS]; /* matrices of the unit that have adapters, with these; NULL: there are none (lora.h) */
+    float *adapted_grads[MODEL_UNITS];
+    const float *vectors[2];
     float *vector_grads;
     int32_t *tokens, *targets;
     const int64_t *borders; /* cu_seqlens of the micro-batch's packed documents; NULL: none */

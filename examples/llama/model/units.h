@@ -6,7 +6,7 @@
 #ifndef LLAMA_UNITS_H
 #define LLAMA_UNITS_H
 
-#include "model.h"
+#include "lora.h"
 
 static inline const llama_tensor *model_tensor(const model_rank *r, llama_kind kind, int64_t layer)
 {
@@ -35,8 +35,14 @@ static inline int model_unit_kind(const model_rank *r, int unit)
  * be gathered meanwhile; -1: it is not known. */
 static inline upipe_status model_weights_begin(model_rank *r, int unit, int next)
 {
-    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[model_unit_kind(r, unit)]));
-    return next >= 0 ? upipe_zero_ahead(r->c, r->zero, next) : UPIPE_OK;
+    const int kind = model_unit_kind(r, unit);
+    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->zero, unit, &r->weights[0][kind]));
+    UPIPE_TRY(upipe_zero_weights_begin(r->c, r->frozen, unit, &r->weights[1][kind]));
+    if (next >= 0) {
+        UPIPE_TRY(upipe_zero_ahead(r->c, r->zero, next));
+        UPIPE_TRY(upipe_zero_ahead(r->c, r->frozen, next));
+    }
+    return model_lora_merge(r, unit, kind);
 }
 
 /* The first unit that the forward of a layer reads; behind the last layer the head. */
@@ -57,16 +63,26 @@ static inline int model_unit_below(const model_rank *r, int64_t layer)
 
 static inline upipe_status model_weights_end(model_rank *r, int unit)
 {
-    const void **w = &r->weights[model_unit_kind(r, unit)];
-    UPIPE_TRY(upipe_zero_weights_end(r->c, r->zero, *w));
-    *w = NULL;
+    const int kind = model_unit_kind(r, unit);
+    UPIPE_TRY(upipe_free(r->c, r->merged[kind]));
+    UPIPE_TRY(upipe_zero_weights_end(r->c, r->zero, r->weights[0][kind]));
+    UPIPE_TRY(upipe_zero_weights_end(r->c, r->frozen, r->weights[1][kind]));
+    r->weights[0][kind] = r->weights[1][kind] = r->merged[kind] = NULL;
     return UPIPE_OK;
 }
 
 /* Gradients can be added to the unit's, by model_grad, until model_grads_end. */
 static inline upipe_status model_grads_begin(model_rank *r, int unit)
 {
-    return upipe_zero_grads_begin(r->c, r->zero, unit, &r->grads[model_unit_kind(r, unit)]);
+    const int kind = model_unit_kind(r, unit);
+    UPIPE_TRY(upipe_zero_grads_begin(r->c, r->zero, unit, &r->grads[kind]));
+    return model_lora_grads_begin(r, kind);
+}
+
+/* Those of the unit's adapted matrices become its adapters', while its weights are there. */
+static inline upipe_status model_grads_adapt(model_rank *r, int unit)
+{
+    return model_lora_grads_end(r, unit, model_unit_kind(r, unit));
 }
 
 /* The same for the head, the first unit that ends: the largest one, and it takes no block. */
@@ -86,21 +102,25 @@ static inline upipe_status model_grads_end(model_rank *r, int unit)
 static inline const void *model_weight(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    return (const char *)r->weights[model_unit_kind(r, t->unit)] +
-           (size_t)(t->at - r->m->layout->first[t->unit]) * upipe_dtype_bytes(r->m->plan.desc.dtype);
+    const int unit = model_unit_kind(r, t->unit);
+    if (t->lora)
+        return upipe_offset(r->merged[unit], (size_t)t->lora_at * upipe_dtype_bytes(r->m->plan.desc.dtype));
+    return lora_stored(r, t, unit).data;
 }
 
 /* NULL where the model has none of these: QK norm, biases, norms of results. */
 static inline const float *model_vector(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    return t != NULL ? r->vectors + t->at : NULL;
+    return t != NULL ? r->vectors[t->frozen] + t->at : NULL;
 }
 
+/* And NULL of what is frozen, but for matrices that have adapters. */
 static inline float *model_grad(const model_rank *r, llama_kind kind, int64_t layer)
 {
     const llama_tensor *t = model_tensor(r, kind, layer);
-    if (t == NULL) return NULL;
+    if (t != NULL && t->lora) return r->adapted_grads[model_unit_kind(r, t->unit)] + t->lora_at;
+    if (t == NULL || t->frozen) return NULL;
     return t->is_vector ? r->vector_grads + t->at
                         : r->grads[model_unit_kind(r, t->unit)] + (t->at - r->m->layout->first[t->unit]);
 }

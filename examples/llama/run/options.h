@@ -270,6 +270,8 @@ static inline int options_resume(options *o, const char *folder, llama_run *run,
     const flag_row *row;
     options_fields(&found, llama_run_fields, LLAMA_RUN_FIELDS, run, 1);
     found.dtype = (int)dtype;
+    found.lora = run->lora[0] != 0 ? run->lora : NULL;
+    found.train = run->train[0] != 0 ? run->train : NULL;
     found.accumulate /= o->replicas;
     if (found.accumulate * o->replicas != run->accumulate)
         return cli_fail(

@@ -32,11 +32,12 @@ static inline upipe_status run_open_host(const run *u, run_rank *k)
     return UPIPE_OK;
 }
 
-/* New weights, or those of a folder. */
+/* New weights, or those of a folder, which may have no adapters. */
 static inline upipe_status run_begin(const run *u, trainer *t)
 {
     llama_run position;
-    if (u->from == NULL) return initial_weights(t, (uint64_t)u->o.seed);
+    if (u->from == NULL || u->o.lora != NULL) UPIPE_TRY(initial_weights(t, (uint64_t)u->o.seed));
+    if (u->from == NULL) return UPIPE_OK;
     UPIPE_TRY(llama_load_weights(t->r.c, u->from, &t->state));
     if (u->o.resume == NULL) return UPIPE_OK;
     return llama_load_optimizer(t->r.c, u->from, &t->state, &position);
@@ -108,6 +109,9 @@ static inline upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
 {
     llama_run position;
     if (u->o.save == NULL || u->saved == step) return UPIPE_OK;
+    memset(&position, 0, sizeof position);
+    if (u->o.lora != NULL) snprintf(position.lora, sizeof position.lora, "%s", u->o.lora);
+    if (u->o.train != NULL) snprintf(position.train, sizeof position.train, "%s", u->o.train);
     position.step = step;
     position.text_bytes = u->text.ids.bytes;
     position.text_hash = u->text.hash;

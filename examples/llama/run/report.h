@@ -174,12 +174,16 @@ static void report_sample(const run *u)
 static void report_table(const run *u)
 {
     const llama_config *c = &u->layout.config;
+    const llama_layout *l = &u->layout;
+    const int64_t trained = l->weights + l->vectors,
+                  frozen = l->frozen[LLAMA_WEIGHTS] + l->frozen[LLAMA_VECTORS];
     double each = run_step_tokens(u);
     int64_t i;
     report_ranks(u);
-    printf(", %s: %lld parameters in %lld layers, %lld x %lld tokens a step\n",
-           upipe_dtype_name((upipe_dtype)u->o.dtype), (long long)(u->layout.weights + u->layout.vectors),
-           (long long)c->layers, (long long)run_step_sequences(&u->o), (long long)u->o.tokens);
+    printf(", %s: %lld parameters", upipe_dtype_name((upipe_dtype)u->o.dtype), (long long)(trained + frozen));
+    if (frozen > 0) printf(", %lld of them trained,", (long long)trained);
+    printf(" in %lld layers, %lld x %lld tokens a step\n", (long long)c->layers,
+           (long long)run_step_sequences(&u->o), (long long)u->o.tokens);
     if (u->done > 0) {
         printf("steps %lld to %lld: loss %.4f -> %.4f, %.0f tokens/s\n", (long long)u->position.step + 1,
                (long long)(u->position.step + u->done), u->loss[0], u->loss[u->done - 1],

@@ -58,6 +58,7 @@ typedef struct run_eval {
 
 typedef struct run {
     options o;
+    llama_config config;
     llama_layout layout;
     upipe_ops ops;     /* of the device, for plans */
     corpus text, held; /* of --eval; no windows: none */

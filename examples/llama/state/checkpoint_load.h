@@ -76,13 +76,14 @@ static int llama_load_store(llama_load_work *w, void *array, llama_range r, int6
 static int llama_load_values(llama_load_work *w, const llama_tensor *t, int64_t at, int64_t n)
 {
     const llama_state *state = w->state;
-    const upipe_zero *z = &state->zero[t->is_vector];
+    const upipe_zero *z = llama_zero(state, t);
     const llama_range held = llama_held(state, UPIPE_ZERO_WEIGHTS, t);
     uint16_t *narrow = (uint16_t *)(void *)(w->host + LLAMA_CHUNK / 4);
     int64_t i;
     if (z->dtype == UPIPE_F32) return llama_load_store(w, z->weights, held, at, n, w->host, 4);
     for (i = 0; i < n; ++i) narrow[i] = llama_to_bf16(w->host[i]);
     if (llama_load_store(w, z->weights, held, at, n, narrow, 2)) return -1;
+    if (t->frozen) return 0;
     return llama_load_store(w, state->master, llama_held(state, UPIPE_ZERO_STATES, t), at, n, w->host, 4);
 }
 
@@ -211,15 +212,18 @@ static int llama_load_parts(llama_load_work *w, int reading)
     return 0;
 }
 
+/* A model may lack all adapters. */
 static int llama_load_all(llama_load_work *w)
 {
     const llama_layout *l = w->layout;
-    int i;
+    int i, adapters = 0;
     for (i = 0; i < l->stored_n; ++i) w->by_name[i] = &l->stored[i];
     qsort(w->by_name, (size_t)l->stored_n, sizeof *w->by_name, llama_by_name);
     if (llama_load_parts(w, 0)) return -1;
+    for (i = 0; i < l->stored_n; ++i) adapters += w->seen[i] && llama_is_adapter(l->stored[i].kind);
     for (i = 0; i < l->stored_n; ++i)
-        if (!w->seen[i]) return llama_config_fail(w->err, w->path, "%s is missing", l->stored[i].name);
+        if (!w->seen[i] && !(llama_is_adapter(l->stored[i].kind) && adapters == 0))
+            return llama_config_fail(w->err, w->path, "%s is missing", l->stored[i].name);
     return w->state != NULL ? llama_load_parts(w, 1) : 0;
 }
 
@@ -373,7 +377,7 @@ static int llama_load_states(upipe_ctx *c, const st_file *f, const llama_state *
         const llama_tensor *t = &l->stored[i];
         const st_tensor *entry;
         llama_range r;
-        if (t->is_vector != group) continue;
+        if (t->is_vector != group || t->frozen) continue;
         entry = llama_load_entry(f, prefix, t, &c->err); /* parts of others' slices are checked too */
         if (entry == NULL) return -1;
         r = llama_held(state, UPIPE_ZERO_STATES, t);
@@ -390,17 +394,16 @@ static int llama_load_states(upipe_ctx *c, const st_file *f, const llama_state *
 static int llama_load_all_states(upipe_ctx *c, const st_file *f, const llama_state *state, void *host)
 {
     const llama_layout *l = state->layout;
-    int64_t expected = 2 * (int64_t)l->stored_n;
+    const int half = llama_state_dtype(state) == UPIPE_BF16;
+    int64_t expected = 0;
     int i, g;
-    if (llama_state_dtype(state) == UPIPE_BF16)
-        for (i = 0; i < l->stored_n; ++i) expected += !l->stored[i].is_vector;
+    for (i = 0; i < l->stored_n; ++i)
+        if (!l->stored[i].frozen) expected += 2 + (half && !l->stored[i].is_vector);
     for (g = 0; g < 2; ++g)
         if (llama_load_states(c, f, state, "exp_avg.", g, state->m[g], host) ||
             llama_load_states(c, f, state, "exp_avg_sq.", g, state->v[g], host))
             return -1;
-    if (llama_state_dtype(state) == UPIPE_BF16 &&
-        llama_load_states(c, f, state, "master.", 0, state->master, host))
-        return -1;
+    if (half && llama_load_states(c, f, state, "master.", 0, state->master, host)) return -1;
     if (f->n != expected)
         return st_fail(&c->err, f->path, "has %d tensors, not the %" PRId64 " of this model's optimizer",
                        f->n, expected);

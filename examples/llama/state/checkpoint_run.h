@@ -5,6 +5,7 @@
 #include "../../../upipe/upipe_ops.h"
 #include "../files/config_write.h"
 #include "../files/safetensors.h"
+#include "../model/lora_flag.h"
 #include "checkpoint_folder.h"
 #include "state.h"
 
@@ -20,12 +21,14 @@ typedef struct llama_run {
     int64_t text_bytes;
     int64_t steps, warmup, schedule, decay; /* of the whole training */
     int64_t seed;
+    char train[LLAMA_TRAIN_MAX],
+        lora[LLAMA_LORA_TEXT]; /* of these flags, zeros behind it; empty: not given */
     uint64_t text_hash;
     double lr, min_lr, weight_decay, beta1, beta2, adam_eps, clip;
 } llama_run;
 #define AT(member) offsetof(llama_run, member)
 
-/* As the metadata has them. text_hash, 64 bits of any value, is no number that a flag could say. */
+/* As the metadata has them. text_hash, 64 bits of any value, is no number that a flag could say, and train and lora are no numbers. */
 static const field llama_run_fields[] = {
     {"step", "step", FLAG_WHOLE, AT(step), 0, 0, 0, 0},
     {"tokens", "tokens", FLAG_WHOLE, AT(tokens), 0, 0, 0, 0},
@@ -87,6 +90,15 @@ static int llama_load_whole(const st_file *f, const char *key, int64_t *out, upi
                    text != NULL ? text : "missing", (int64_t)l->least, flag_most(l));
 }
 
+/* What is trained, of which a run that trains all says nothing. */
+static int llama_load_text(const st_file *f, const char *key, char *to, int bytes, upipe_err *err)
+{
+    const char *text = st_metadata(f, key);
+    memset(to, 0, (size_t)bytes);
+    if (text == NULL || snprintf(to, (size_t)bytes, "%s", text) < bytes) return 0;
+    return st_fail(err, f->path, "%s has more than %d characters", key, bytes - 1);
+}
+
 /* The numbers of a run, from the metadata. */
 static int llama_load_numbers(const st_file *f, llama_run *run, upipe_dtype *dtype, upipe_err *err)
 {
@@ -107,7 +119,10 @@ static int llama_load_numbers(const st_file *f, llama_run *run, upipe_dtype *dty
                                    : llama_load_whole(f, row->key, (int64_t *)at, err))
             return -1;
     }
-    return 0;
+    return llama_load_text(f, "train", run->train, LLAMA_TRAIN_MAX, err) ||
+                   llama_load_text(f, "lora", run->lora, LLAMA_LORA_TEXT, err)
+               ? -1
+               : 0;
 }
 
 /* llama_load_run -- the numbers of a run and its storage type, from a checkpoint's folder; 0, or -1 with a
@@ -153,7 +168,7 @@ static llama_range llama_range_of(const llama_tensor *t, upipe_zero_part p, int 
 /* Those that an array of a rank's state has. */
 static llama_range llama_held(const llama_state *state, upipe_zero_what what, const llama_tensor *t)
 {
-    const upipe_zero *z = &state->zero[t->is_vector];
+    const upipe_zero *z = llama_zero(state, t);
     return llama_range_of(t, upipe_zero_part_of(z, what, t->is_vector ? 0 : t->unit),
                           upipe_zero_sharded(z, what));
 }

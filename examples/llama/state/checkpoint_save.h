@@ -48,6 +48,8 @@ static inline int llama_save_run(llama_save_work *s)
         return -1;
     snprintf(text, sizeof text, "%" PRIu64, s->run->text_hash);
     if (st_add_metadata(&s->optimizer, "text_hash", text, err)) return -1;
+    if (s->run->lora[0] != 0 && st_add_metadata(&s->optimizer, "lora", s->run->lora, err)) return -1;
+    if (s->run->train[0] != 0 && st_add_metadata(&s->optimizer, "train", s->run->train, err)) return -1;
     for (row = llama_run_fields; row < llama_run_fields + LLAMA_RUN_FIELDS; ++row) {
         const flag_row *l = flag_limits(row->flag);
         const void *at = (const char *)s->run + row->at;
@@ -67,7 +69,8 @@ static inline int llama_save_run(llama_save_work *s)
     return 0;
 }
 
-/* The tensors of both files: tensor i of the layout is model's number i, and optimizer's i, n + i, 2n + i. */
+/* The tensors of both files: tensor i of the layout is model's number i, trained tensor i of n optimizer's i, n + i,
+ * 2n + i. */
 static inline int llama_save_lists(llama_save_work *s)
 {
     static const char *const states[] = {"exp_avg.", "exp_avg_sq.", "master."};
@@ -82,7 +85,9 @@ static inline int llama_save_lists(llama_save_work *s)
             return -1;
     for (k = 0; k < 2 + half; ++k)
         for (i = 0; i < l->stored_n && !(k == 2 && l->stored[i].is_vector); ++i)
-            if (llama_add_tensor(&s->optimizer, states[k], &l->stored[i], ST_F32, err)) return -1;
+            if (!l->stored[i].frozen &&
+                llama_add_tensor(&s->optimizer, states[k], &l->stored[i], ST_F32, err))
+                return -1;
     return 0;
 }
 
@@ -145,19 +150,21 @@ static inline int llama_save_beat(llama_save_work *s)
     return llama_save_meet(s, LLAMA_SAVE_BUSY);
 }
 
-/* Writes this rank's slices of a group, from an array that holds its whole or this rank's shard of it; tensor i of the
- * layout is the file's number from + i. */
-static inline int llama_save_slices(llama_save_work *s, st_writer *w, int from, int group, const void *data,
-                                    size_t size, int sharded)
+/* Writes this rank's slices of a group, from an array that holds its whole or this rank's shard of it. The file has its
+ * tensors from number `entry` on; of the optimizer's the frozen ones are none. */
+static inline int llama_save_slices(llama_save_work *s, st_writer *w, int entry, const upipe_zero *z,
+                                    const void *data, size_t size, int sharded)
 {
     const llama_layout *l = s->state->layout;
-    const upipe_zero *z = &s->state->zero[group];
     int i;
     for (i = 0; i < l->stored_n; ++i) {
         const llama_tensor *t = &l->stored[i];
+        const int number = entry;
         llama_range r;
         int64_t at, n;
-        if (t->is_vector != group) continue;
+        if (w == &s->optimizer && t->frozen) continue;
+        ++entry;
+        if (llama_zero(s->state, t) != z) continue;
         r = llama_range_of(t, upipe_zero_slice(z, t->is_vector ? 0 : t->unit), sharded);
         for (at = r.first; at < r.end; at += n) {
             n = LLAMA_CHUNK / (int64_t)size;
@@ -167,28 +174,34 @@ static inline int llama_save_slices(llama_save_work *s, st_writer *w, int from, 
                 return -1;
             if (!llama_finite(s->host, n, size))
                 return llama_config_fail(&s->c->err, s->whole, "%s is not finite, and is not saved",
-                                         w->entries[from + i].name);
-            if (st_pwrite(w, from + i, at - t->at, n, s->host, &s->c->err) || llama_save_beat(s)) return -1;
+                                         w->entries[number].name);
+            if (st_pwrite(w, number, at - t->at, n, s->host, &s->c->err) || llama_save_beat(s)) return -1;
         }
     }
     return 0;
 }
 
+static inline int llama_save_weights(llama_save_work *s, const upipe_zero *z)
+{
+    return llama_save_slices(s, &s->model, 0, z, z->weights, upipe_dtype_bytes(z->dtype),
+                             upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS));
+}
+
 static inline int llama_save_write(llama_save_work *s)
 {
     const llama_state *state = s->state;
-    const int n = state->layout->stored_n;
-    int g;
+    const llama_layout *l = state->layout;
+    int g, i, n = 0;
+    for (i = 0; i < l->stored_n; ++i) n += !l->stored[i].frozen;
     for (g = 0; g < LLAMA_GROUPS; ++g) {
-        const upipe_zero *z = &state->zero[g];
+        const upipe_zero *z = &state->zero[g], *frozen = &state->frozen[g];
         const int sharded = upipe_zero_sharded(z, UPIPE_ZERO_STATES);
-        if (llama_save_slices(s, &s->model, 0, g, z->weights, upipe_dtype_bytes(z->dtype),
-                              upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) ||
-            llama_save_slices(s, &s->optimizer, 0, g, state->m[g], 4, sharded) ||
-            llama_save_slices(s, &s->optimizer, n, g, state->v[g], 4, sharded))
+        if (llama_save_weights(s, frozen) || llama_save_weights(s, z) ||
+            llama_save_slices(s, &s->optimizer, 0, z, state->m[g], 4, sharded) ||
+            llama_save_slices(s, &s->optimizer, n, z, state->v[g], 4, sharded))
             return -1;
         if (z->dtype == UPIPE_BF16 &&
-            llama_save_slices(s, &s->optimizer, 2 * n, g, state->master, 4, sharded))
+            llama_save_slices(s, &s->optimizer, 2 * n, z, state->master, 4, sharded))
             return -1;
     }
     return st_write_end(&s->model, &s->c->err) || st_write_end(&s->optimizer, &s->c->err) ? -1 : 0;

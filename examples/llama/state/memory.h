@@ -164,14 +164,16 @@ static inline int memory_same_slices(int64_t n, const model *a, const model *b)
 static inline int memory_same(const model *a, const model *b)
 {
     const upipe_plan *p = &a->plan, *q = &b->plan;
-    const int64_t *first = a->layout->first;
+    const int64_t *const first = a->layout->first, *const frozen = a->layout->frozen_first;
     int i, same = p->team_tokens == q->team_tokens && a->rows == b->rows && p->stages == q->stages;
     for (i = 0; i < model_parts(a) && same; ++i) same = model_shard(a, i).n == model_shard(b, i).n;
     for (i = 0; i < p->stages && same; ++i)
         same = upipe_plan_q(p, i, p->desc.rank).count == upipe_plan_q(q, i, q->desc.rank).count &&
                upipe_plan_part(p, UPIPE_A2A_KV, i, p->desc.rank).count ==
                    upipe_plan_part(q, UPIPE_A2A_KV, i, q->desc.rank).count;
-    for (i = 0; i < a->layout->units && same; ++i) same = memory_same_slices(first[i + 1] - first[i], a, b);
+    for (i = 0; i < a->layout->units && same; ++i)
+        same = memory_same_slices(first[i + 1] - first[i], a, b) &&
+               memory_same_slices(frozen[i + 1] - frozen[i], a, b);
     return same && memory_same_slices(a->layout->vectors, a, b);
 }
 
@@ -248,7 +250,9 @@ static inline double memory_least(const model *m, double *host)
         const double e = (double)upipe_dtype_bytes(z->dtype);
         const int states_away = group == LLAMA_WEIGHTS && m->offload_optimizer;
         *(group == LLAMA_WEIGHTS && m->offload_weights ? host : &state) +=
-            (double)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * e;
+            (double)(upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) +
+                     upipe_zero_held(&held.frozen[group], UPIPE_ZERO_WEIGHTS)) *
+            e;
         *(states_away && m->zero >= 2 ? host : &state) += (double)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4;
         *(states_away ? host : &state) += (double)upipe_zero_held(z, UPIPE_ZERO_STATES) * (e < 4 ? 12 : 8);
     }

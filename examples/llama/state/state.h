@@ -10,6 +10,7 @@
 typedef struct llama_state {
     const llama_layout *layout;
     upipe_zero zero[LLAMA_GROUPS];
+    upipe_zero frozen[LLAMA_GROUPS];          /* of what is not trained: weights alone */
     float *master;                            /* f32 weights, of the weights group; NULL if these are f32 */
     float *m[LLAMA_GROUPS], *v[LLAMA_GROUPS]; /* AdamW moments */
 } llama_state;
@@ -31,7 +32,15 @@ static inline void llama_state_init(llama_state *s, const llama_layout *l, upipe
         z->dtype = group == LLAMA_WEIGHTS ? dtype : UPIPE_F32;
         z->first = group == LLAMA_WEIGHTS ? l->first : l->vectors_first;
         z->units = group == LLAMA_WEIGHTS ? l->units : 1;
+        s->frozen[group] = *z;
+        s->frozen[group].first = group == LLAMA_WEIGHTS ? l->frozen_first : l->frozen_vectors_first;
     }
+}
+
+/* The group of a tensor. */
+static inline const upipe_zero *llama_zero(const llama_state *s, const llama_tensor *t)
+{
+    return t->frozen ? &s->frozen[t->is_vector] : &s->zero[t->is_vector];
 }
 
 /* The storage type of the weights group. */

@@ -122,11 +122,13 @@ static inline void trainer_close(trainer *t)
 /* How the states of the weights are shared beyond their stage: norm weights are few, their sums stay f32, and here. */
 static inline upipe_status trainer_share(trainer *t)
 {
+    const llama_layout *l = t->m.layout;
     upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
     z->sent = t->m.reduce;
     z->grads_away = t->m.offload_optimizer && t->m.zero >= 2;
-    z->weights_away = t->m.offload_weights;
+    z->weights_away = t->state.frozen[LLAMA_WEIGHTS].weights_away = t->m.offload_weights;
     if (!t->m.prefetch) return UPIPE_OK;
+    if (l->frozen[LLAMA_WEIGHTS] > l->weights) z = &t->state.frozen[LLAMA_WEIGHTS]; /* one of both is */
     z->side = t->side;
     z->side_world = t->side_world;
     if (t->side != NULL && t->m.zero == 3) return UPIPE_OK;
@@ -151,6 +153,18 @@ static inline upipe_status trainer_alloc_states(trainer *t, int group)
     return trainer_alloc_floats(t, pool, &state->master, n, UPIPE_USE_STATES, "master");
 }
 
+static inline upipe_mem *trainer_weights_pool(const trainer *t, const upipe_zero *z)
+{
+    return z->weights_away ? t->r.second : t->r.c->mem;
+}
+
+static inline upipe_status trainer_alloc_weights(trainer *t, upipe_zero *z, const char *tag)
+{
+    return upipe_mem_alloc(trainer_weights_pool(t, z), &z->weights,
+                           (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
+                           UPIPE_USE_WEIGHTS, tag, &t->r.c->err);
+}
+
 /* trainer_alloc -- blocks for all that stays over steps; t->m, world and t->r's c, second, kept are set
  *                 before
  *
@@ -167,13 +181,12 @@ static inline upipe_status trainer_alloc(trainer *t)
     llama_state_init(state, t->m.layout, dtype, t->m.zero, model_world_rank(&t->m), model_world(&t->m));
     UPIPE_TRY(trainer_share(t));
     for (group = 0; group < LLAMA_GROUPS; ++group) {
-        upipe_zero *z = &state->zero[group];
-        z->world = t->world;
+        const char *const tag = group == LLAMA_WEIGHTS ? "weights" : "vectors";
+        upipe_zero *z = &state->zero[group], *frozen = &state->frozen[group];
+        z->world = frozen->world = t->world;
         UPIPE_TRY(upipe_zero_check(c, z));
-        UPIPE_TRY(
-            upipe_mem_alloc(z->weights_away ? t->r.second : c->mem, &z->weights,
-                            (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
-                            UPIPE_USE_WEIGHTS, group == LLAMA_WEIGHTS ? "weights" : "vectors", &c->err));
+        UPIPE_TRY(trainer_alloc_weights(t, frozen, tag));
+        UPIPE_TRY(trainer_alloc_weights(t, z, tag));
         UPIPE_TRY(trainer_alloc_floats(t, z->grads_away ? t->r.second : c->mem, &z->grads,
                                        upipe_zero_held(z, UPIPE_ZERO_GRADS), UPIPE_USE_GRADIENTS,
                                        "gradients"));
@@ -186,7 +199,9 @@ static inline upipe_status trainer_alloc(trainer *t)
     UPIPE_TRY(trainer_alloc_floats(t, c->mem, &t->r.losses, t->m.rows, UPIPE_USE_INPUT, "losses"));
     t->r.m = &t->m;
     t->r.zero = &state->zero[LLAMA_WEIGHTS];
-    t->r.vectors = (const float *)state->zero[LLAMA_VECTORS].weights;
+    t->r.frozen = &state->frozen[LLAMA_WEIGHTS];
+    t->r.vectors[0] = (const float *)state->zero[LLAMA_VECTORS].weights;
+    t->r.vectors[1] = (const float *)state->frozen[LLAMA_VECTORS].weights;
     t->r.vector_grads = state->zero[LLAMA_VECTORS].grads;
     return UPIPE_OK;
 }
@@ -195,6 +210,7 @@ static inline upipe_status trainer_alloc(trainer *t)
 static inline void trainer_stop(trainer *t)
 {
     upipe_zero_stop(t->r.c, &t->state.zero[LLAMA_WEIGHTS]);
+    upipe_zero_stop(t->r.c, &t->state.frozen[LLAMA_WEIGHTS]);
 }
 
 /* trainer_sent -- bytes that a rank has sent to others so far, in its team, its ring and the world */
@@ -219,9 +235,10 @@ static inline upipe_status trainer_free_block(trainer *t)
     upipe_mem *const own = t->r.c->mem;
     int group;
     for (group = 0; group < LLAMA_GROUPS; ++group) {
-        const upipe_zero *z = &state->zero[group];
+        const upipe_zero *z = &state->zero[group], *frozen = &state->frozen[group];
         upipe_mem *states = trainer_away(t, group) ? t->r.second : own;
-        UPIPE_TRY(upipe_mem_free(z->weights_away ? t->r.second : own, z->weights, err));
+        UPIPE_TRY(upipe_mem_free(trainer_weights_pool(t, z), z->weights, err));
+        UPIPE_TRY(upipe_mem_free(trainer_weights_pool(t, frozen), frozen->weights, err));
         UPIPE_TRY(upipe_mem_free(z->grads_away ? t->r.second : own, z->grads, err));
         UPIPE_TRY(upipe_mem_free(states, state->m[group], err));
         UPIPE_TRY(upipe_mem_free(states, state->v[group], err));
