@@ -179,7 +179,7 @@ static void test_few(void)
     upipe_cuda_plan_ops(&ops);
     CHECK(llama_layout_init(&layout, &llama) == 0);
     for (int i = 0; i < 2; ++i)
-        for (int offload = 0; offload < 3; ++offload) {
+        for (int moved = 0; moved < 3; ++moved) {
             upipe_plan_desc d = {.ranks = rows[i].ranks, .ring = 1, .dtype = UPIPE_BF16};
             memory_plan plan;
             model m;
@@ -187,14 +187,14 @@ static void test_few(void)
             CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
             m.zero = 3;
             m.activations = kept_of(ACTIVATIONS_OFFLOAD, 0, 0);
-            m.offload_optimizer = offload > 0;
-            m.offload_weights = offload > 1;
+            m.offload_optimizer = moved > 0;
+            m.offload_weights = moved > 1;
             CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
 #ifndef UPI_MEM_ASAN
-            CHECK_INT(plan.need, rows[i].slab[offload]);
-            CHECK_INT(plan.host_need, rows[i].host[offload]);
+            CHECK_INT(plan.need, rows[i].slab[moved]);
+            CHECK_INT(plan.host_need, rows[i].host[moved]);
 #endif
-            CHECK(((double)plan.need <= 75 * gib) == (offload > 0));
+            CHECK(((double)plan.need <= 75 * gib) == (moved > 0));
             CHECK(rows[i].ranks * (double)plan.host_need <= 1536 * gib);
         }
     llama_layout_free(&layout);

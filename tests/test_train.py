@@ -701,7 +701,7 @@ def tensors_wanted(c):
         for name, size in {'none': {}, 'qkv': {'q': H, 'k': K, 'v': K}, 'qkvo': {'q': H, 'k': K, 'v': K, 'o': D}}[
                 c['attention_bias']].items():
             want[at + f'self_attn.{name}_proj.bias'] = [size]
-        rank, _, more = (c['lora'] or '').partition(':')
+        rank, _, more = (c.get('lora') or '').partition(':')
         for name in (more.partition(':')[2] or 'q,v').split(',') if rank else []:
             part = at + ('mlp.' if name in ('gate', 'up', 'down') else 'self_attn.') + name + '_proj.'
             out, into = want[part + 'weight']

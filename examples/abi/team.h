@@ -30,7 +30,7 @@ static upipe_status abi_team_threads(abi_team *t, int in_team, int in_ring, upip
     t->in_team = in_team;
     t->in_ring = in_ring;
     t->here = in_team * in_ring;
-    return grid_init(&t->threads, in_team, in_ring, ABI_DEADLINE, e);
+    return grid_init(&t->threads, t->here, in_team, in_ring, ABI_DEADLINE, e);
 }
 
 /* This process alone is here. */
