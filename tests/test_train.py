@@ -564,6 +564,11 @@ def test_frozen(folder):
         for zero in (0, 2, 3):
             same(good(folder, f'{what}, zero {zero}', **{**flags, 'zero': zero}, steps=2, train=train),
                  {key: long[key][:2] for key in ('loss', 'grad_norm')}, f'frozen, {what}, zero {zero}')
+    away = {**few, 'zero': 3, 'offload_optimizer': True, 'offload_weights': True, 'steps': 1}
+    moved = [good(folder, f'frozen, away: {train}', **away, train=train) for train in (None, '*.self_attn.*')]
+    # weights come from the second pool whether they are trained or not; gradients go there
+    equal(moved[0]['plan_moved_bytes'] - moved[1]['plan_moved_bytes'],
+          sum(units_of(moved[1]['config'])[1].values()) // 2 * 4, 'frozen: bytes moved')
     flags = {**few, 'train': '*.down_proj.weight,*norm*'}
     whole = good(folder, 'frozen, six steps', **flags, steps=6, save='six')
     good(folder, 'frozen, three steps', **flags, steps=3, save='three')

@@ -132,7 +132,7 @@ static inline upipe_status memory_life(memory_dry *d, trainer *t, memory_then *t
     plan->sent_ring = d->dry.ring.sent_bytes;
     plan->work = d->dry.work;
     plan->moved = trainer_moved(t);
-    plan->moved_states = t->state.zero[LLAMA_WEIGHTS].moved;
+    plan->moved_states = trainer_moved_states(t);
     if (then != NULL) UPIPE_TRY(then(t, user));
     return trainer_free_block(t);
 }

@@ -222,10 +222,16 @@ static inline int64_t trainer_sent(const trainer *t)
            (t->side_world != NULL ? t->side_world->sent_bytes : 0);
 }
 
-/* trainer_moved -- bytes copied between the rank's two pools so far */
+/* trainer_moved_states, trainer_moved -- bytes copied between the rank's two pools so far: weights, gradients and what the
+ *                                        optimizer needs of them; and activations too */
+static inline int64_t trainer_moved_states(const trainer *t)
+{
+    return t->state.zero[LLAMA_WEIGHTS].moved + t->state.frozen[LLAMA_WEIGHTS].moved;
+}
+
 static inline int64_t trainer_moved(const trainer *t)
 {
-    return t->r.kept.moved + t->state.zero[LLAMA_WEIGHTS].moved;
+    return t->r.kept.moved + trainer_moved_states(t);
 }
 
 static inline upipe_status trainer_free_block(trainer *t)
