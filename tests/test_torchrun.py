@@ -112,6 +112,8 @@ def test_refused(team):
     refused('use_cache is not served', lambda: model(**{**batch, 'use_cache': True}))
     refused('nor generate()', lambda: model.generate(ids, max_new_tokens=2))
     refused('team_tokens is missing', lambda: model(ids, use_cache=False))
+    forgotten = {name: value for name, value in batch.items() if name != 'position_ids'}
+    refused('not those that shard() returns, or are missing', lambda: model(**forgotten))
     refused('dropout 0.5 is not served', lambda: model.train()(**batch))
     stretched = make_model('Llama', {}, max_position_embeddings=64, rope_parameters={'rope_type': 'dynamic', 'factor': 2.0, 'rope_theta': 1e4})
     stretched.set_attn_implementation('upipe')
