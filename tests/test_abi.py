@@ -162,8 +162,11 @@ def calls(library):
     return lib
 
 
+SIZES = {'tokens': TOKENS, 'heads': HEADS, 'kv_heads': KV, 'head_dim': DIM, 'causal': 1, 'layers': 2}
+
+
 def described(abi, **more):
-    return abi.Desc(**{'tokens': TOKENS, 'heads': HEADS, 'kv_heads': KV, 'head_dim': DIM, 'causal': 1, 'layers': 2, **more})
+    return abi.Desc(**{**SIZES, **more})
 
 
 def opened(handle, why):
@@ -203,55 +206,44 @@ def held_to(want, positions, got, what):
         check(off < 5e-6, f'{what}: {name} is off by {off:.3g}')
 
 
-def on_threads(ranks, body):
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def rings(abi, library, layer):
     lib, why, want = calls(library), ctypes.create_string_buffer(256), oracle(*layer)
     for more in RINGS:
-        desc = described(abi, **more)
-        u, got = opened(lib.upipe_abi_open(ctypes.byref(desc), why, len(why)), why), {}
+        u, got = abi.Attention(library, **SIZES, **more), {}
 
         def body(rank, u=u, got=got):
-            got[rank] = one_rank(lib, u, rank, layer)
+            got[rank] = one_rank(lib, u.handle, rank, layer)
 
-        ranks = more['ring'] * more.get('ranks', 1)
-        on_threads(ranks, body)
-        for rank in range(ranks):
+        u.run(body)
+        for rank in range(more['ring'] * more.get('ranks', 1)):
             held_to(want, *got[rank], f'{more}, rank {rank}')
+            check(u.positions(rank) == got[rank][0], f'{more}: positions of rank {rank}: {u.positions(rank)}')
         check(sorted(sum((positions for positions, _ in got.values()), [])) == list(range(TOKENS)), f'{more}: positions {got}')
-        check(lib.upipe_abi_close(u) == 0, 'close')
+        refused(abi, lambda u=u: u.positions(u.ranks), f'rank {u.ranks} of {len(got)}')
+        u.close()
     for more, words in (({'ring': -1}, b'a ring of -1'), ({'ring': 513}, b'a ring of 513'), ({'ring': 2, 'layout': 7}, b'layout'),
                         ({'ring': 2, 'ring_mode': 9}, b'mode'), ({'ring': 4, 'ring_inner': 3}, b'inner'), ({'ring': 8}, b'13')):
         check(lib.upipe_abi_open(ctypes.byref(described(abi, **{'layout': 1, **more})), why, len(why)) is None and words in why.value,
               f'{more}: {why.value}')
-    over_sockets(abi, lib, layer, want)
+    over_sockets(abi, library, lib, layer, want)
 
 
-def over_sockets(abi, lib, layer, want):
+def over_sockets(abi, library, lib, layer, want):
     """A team and a ring of two, each rank a process."""
-    ranks, why = 4, ctypes.create_string_buffer(256)
-    ends = {}
+    ranks, ends = 4, {}
     for r in range(ranks):
         for p in range(r):
             for which in range(2):
                 ends[r, p, which], ends[p, r, which] = socket.socketpair()
-    desc = described(abi, **RINGS[1])
 
     def body(rank):
-        fds = [(ctypes.c_int * ranks)(*[ends[rank, p, which].fileno() if p != rank else -1 for p in range(ranks)])
-               for which in range(2)]
+        fds = [[ends[rank, p, which].fileno() if p != rank else -1 for p in range(ranks)] for which in range(2)]
         for at, end_of in ends.items():
             if at[0] != rank:
                 end_of.close()
-        u = opened(lib.upipe_abi_open_sockets(ctypes.byref(desc), rank, *fds, why, len(why)), why)
-        held_to(want, *one_rank(lib, u, rank, layer), f'sockets, rank {rank}')
-        return lib.upipe_abi_close(u) == 0 and end('abi') == 0
+        u = abi.Attention(library, rank=rank, headers=fds[0], data=fds[1], **SIZES, **RINGS[1])
+        held_to(want, *one_rank(lib, u.handle, rank, layer), f'sockets, rank {rank}')
+        return lib.upipe_abi_close(u.handle) == 0 and end('abi') == 0
 
     pids = [in_process(lambda rank=rank: body(rank)) for rank in range(ranks)]
     check([os.waitpid(pid, 0)[1] for pid in pids] == [0] * ranks, 'a ring of processes')
@@ -323,27 +315,27 @@ def misplaced(abi, library):
     check(lib.upipe_abi_stream(u, 0, 1) != 0 and b'computes on the CPU' in lib.upipe_abi_error(u, 0), 'a stream on the CPU')
     lib.upipe_abi_close(u)
     at = ctypes.byref(desc)
-    for call, words in ((lambda: lib.upipe_abi_open_mpi(at, None, why, len(why)), b'without MPI'),
-                        (lambda: lib.upipe_abi_open_nccl(at, 1, why, len(why)), b'without NCCL'),
-                        (lambda: lib.upipe_abi_open_nccl_id(at, 0, why, why, len(why)), b'without NCCL'),
+    for call, words in ((lambda: lib.upipe_abi_open_nccl(at, 1, why, len(why)), b'without NCCL'),
                         (lambda: lib.upipe_abi_open_nccl_id(at, 0, None, why, len(why)), b'id, is NULL')):
         check(call() is None and words in why.value, why.value)
-    check(lib.upipe_abi_nccl_id(why, why, len(why)) != 0 and b'without NCCL' in why.value, why.value)
+    small = {'tokens': 8, 'heads': 4, 'head_dim': 32}
+    refused(abi, lambda: abi.Attention(library, mpi=True, **small), 'without MPI')
+    refused(abi, lambda: abi.Attention(library, rank=0, nccl_id=bytes(128), **small), 'without NCCL')
+    refused(abi, lambda: abi.Attention(library, rank=0, nccl_id=bytes(127), **small), '127 bytes, not 128')
+    refused(abi, lambda: abi.draw_nccl_id(library), 'without NCCL')
 
 
 def by_mpi(abi, library, layer):
     """This process is one of MPI's; its sentences go to the launcher."""
-    lib, why, want = calls(library), ctypes.create_string_buffer(256), oracle(*layer)
-    check(lib.upipe_abi_open_mpi(ctypes.byref(described(abi)), None, why, len(why)) is None and b'not running' in why.value, why.value)
+    lib, want = calls(library), oracle(*layer)
+    refused(abi, lambda: abi.Attention(library, mpi=True, **SIZES), 'not running')
     check(lib.MPI_Init(None, None) == 0, 'MPI does not start')
     for more in {'ranks': 4}, *RINGS[1:]:
-        u = opened(lib.upipe_abi_open_mpi(ctypes.byref(described(abi, **more)), None, why, len(why)), why)
-        mine = [rank for rank in range(4) if lib.upipe_abi_rows(u, rank, None) > 0]
-        check(len(mine) == 1, f'ranks {mine} are here')
-        held_to(want, *one_rank(lib, u, mine[0], layer), f'MPI, {more}, rank {mine[0]}')
-        check(lib.upipe_abi_close(u) == 0, 'close')
-    check(lib.upipe_abi_open_mpi(ctypes.byref(described(abi, ranks=3)), None, why, len(why)) is None and
-          b'4 ranks, and a description of 3' in why.value, why.value)
+        u = abi.Attention(library, mpi=True, **SIZES, **more)
+        check(len(u.ranks_here) == 1, f'ranks {u.ranks_here} are here')
+        held_to(want, *one_rank(lib, u.handle, u.ranks_here[0], layer), f'MPI, {more}, rank {u.ranks_here[0]}')
+        check(lib.upipe_abi_close(u.handle) == 0, 'close')
+    refused(abi, lambda: abi.Attention(library, mpi=True, **SIZES, ranks=3), '4 ranks, and a description of 3')
     lib.MPI_Finalize()
 
 
@@ -356,8 +348,8 @@ def asked(abi, library):
     lib, why = u.lib, ctypes.create_string_buffer(256)
     check(lib.upipe_abi_version() >= 100, f'version {lib.upipe_abi_version()}')
     for name in 'cpu f32 bf16 window softcap cu_seqlens threads sockets ring zigzag striped fused sbh3d'.split():
-        check(lib.upipe_abi_can(name.encode()) == 1, name)
-    check(not any(lib.upipe_abi_can(name) for name in (b'cuda', b'nccl', b'mpi')), 'it has what it was built without')
+        check(abi.can(library, name), name)
+    check(not any(abi.can(library, name) for name in ('cuda', 'nccl', 'mpi')), 'it has what it was built without')
     check(lib.upipe_abi_can(b'teleport') == 0 and lib.upipe_abi_can(None) == 0, 'it has what there is not')
     for rank in range(2):
         check(lib.upipe_abi_need(ctypes.byref(u.desc), rank, why, len(why)) == u.bytes(rank), f'what rank {rank} needs: {why.value}')

@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
-"""test_torch.py LIBRARY TOP -- examples/abi/upipe_torch.py against PyTorch's own attention in double precision
+"""test_torch.py LIBRARY TOP [LIBRARY_MPI MPIRUN] -- examples/abi/upipe_torch.py against PyTorch's own attention in double precision
 
 O and the gradients of Q, K, V on one to four ranks; a network of two layers with fused projections, whose gradients of
 weights are summed over the ranks; layers under torch.utils.checkpoint; bf16, packed sequences, autocast; what is refused;
-PyTorch's own check of the operators, and compiled attention with the bits of eager one. An error may be three times that of
-PyTorch in the same type. Where no Python here has PyTorch the test is left out (status 77), and operators before 2.4.
+PyTorch's own check of the operators, and compiled attention with the bits of eager one; a team of mpirun's processes. An
+error may be three times that of PyTorch in the same type. Where no Python here has PyTorch the test is left out (status 77),
+and operators before 2.4.
 """
 
 import copy
 import os
+import socket
 import sys
 import tempfile
 import threading
 import time
+from unittest import mock
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, other_python  # pylint: disable=wrong-import-position
+sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
+from checks import check, end, equal, other_python, run_command  # pylint: disable=wrong-import-position
+import run_mpi  # pylint: disable=wrong-import-position
 
 try:
     import torch
@@ -32,6 +36,7 @@ from torch.utils.checkpoint import checkpoint  # pylint: disable=wrong-import-po
 LIBRARY = os.path.abspath(sys.argv[1])
 sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
 from upipe_abi import Attention, Error  # pylint: disable=wrong-import-position
+import upipe_team  # pylint: disable=wrong-import-position
 import upipe_torch  # pylint: disable=wrong-import-position
 from upipe_torch import attention  # pylint: disable=wrong-import-position
 
@@ -307,8 +312,50 @@ def test_operators():
     refused('the handle is closed', lambda: torch.compile(body, fullgraph=True, backend='aot_eager')(*tensors))
 
 
+def rank_of_mpi():
+    """This process is one of mpirun's: a team over MPI, and sums of the process group."""
+    torch.manual_seed(1)
+    *inputs, dout = [torch.randn(1, TOKENS, heads, DIM) for heads in (4, 2, 2, 4)]
+    weight = torch.nn.Linear(DIM, DIM, bias=False)
+    want = own_gradients(inputs, dout, lambda q, k, v: reference(weight(q), k, v, True))
+    summed, weight.weight.grad = weight.weight.grad, None
+    team = upipe_team.team_from_env(LIBRARY)
+    equal((type(team).__name__, team.ranks), ('MpiTeam', 2), 'the team')
+    first, count = team.rows(TOKENS)
+    rows = slice(first, first + count)
+    u = team.handle(tokens=TOKENS, heads=4, kv_heads=2, head_dim=DIM, causal=1)
+    got = own_gradients([t[:, rows] for t in inputs], dout[:, rows], lambda q, k, v: attention(u, team.rank, weight(q), k, v))
+    team.sum_gradients(weight)
+    for name, ours, true in zip(('o', 'dq', 'dk', 'dv', 'dw'), [*(team.gather(t) for t in got), weight.weight.grad], [*want, summed]):
+        off = (ours - true).abs().max() / true.abs().max()
+        check(bool(off <= 2e-6), f'MPI, rank {team.rank}: {name} is off by {off:.3g} of the largest')
+    refused('rank 1 asks for', lambda: team.handle(tokens=40 + team.rank, heads=4, head_dim=DIM))
+    team.close()
+    return end(f'rank {team.rank}')
+
+
+def test_mpi(library, mpirun):
+    """And what team_from_env refuses."""
+    ranks = {'OMPI_COMM_WORLD_RANK': '0', 'OMPI_COMM_WORLD_SIZE': '2'}
+    refused('RANK is not set', lambda: upipe_team.team_from_env(LIBRARY))
+    with mock.patch.dict(os.environ, ranks):
+        refused('has no MPI: give libupipe_abi_mpi.so', lambda: upipe_team.team_from_env(LIBRARY))
+        refused('MASTER_ADDR and MASTER_PORT are not set', lambda: upipe_team.team_from_env(library))
+    with mock.patch('upipe_team.can', lambda library, name: name == 'cuda'):
+        refused('CUDA devices and has no NCCL', lambda: upipe_team.team_from_env(LIBRARY))
+    with socket.create_server(('localhost', 0)) as free:
+        port = free.getsockname()[1]
+    done = run_command(run_mpi.command(mpirun, 2, [sys.executable, os.path.abspath(__file__)], library, sys.argv[2], 'rank'), 60,
+                       {'MASTER_ADDR': 'localhost', 'MASTER_PORT': str(port)})
+    check(done.returncode == 0 and done.stdout.count(' 0 failed') == 2, f'{done.returncode}: {done.stdout}{done.stderr}')
+
+
 def main():
     torch.set_num_threads(1)
+    if sys.argv[3:] == ['rank']:
+        return rank_of_mpi()
+    if len(sys.argv) > 3:
+        test_mpi(os.path.abspath(sys.argv[3]), sys.argv[4])
     for case in ((1, 0, 4, 2, True, 1), (2, 2, 4, 2, True, 1), (2, 4, 4, 4, False, 2), (4, 0, 8, 2, True, 2), (3, 3, 6, 2, False, 1)):
         test_tensors(*case)
     test_network()

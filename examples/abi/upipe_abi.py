@@ -9,12 +9,15 @@
 
 A NumPy array's pointer is a.ctypes.data, a torch tensor's t.data_ptr(); either must be f32, contiguous, and held by the
 caller during the call. ctypes releases Python's lock in a call, so the ranks run side by side.
+
+Fused tensors (upipe_abi_fused_fwd ..), upipe_abi_sync and communicators of the host's own are C's alone.
 """
 
 import ctypes
 import itertools
 import threading
 
+NCCL_ID_BYTES = 128
 OPENED = {}  # by Attention.number, until the close: for who can pass on no more than an integer
 NUMBERS = itertools.count()
 
@@ -30,9 +33,28 @@ class Error(RuntimeError):
     pass
 
 
+def can(library, name):
+    """Whether this library has what upipe_abi_can names."""
+    return bool(ctypes.CDLL(library).upipe_abi_can(name.encode()))
+
+
+def draw_nccl_id(library):
+    """Bytes of which one rank draws them and sends them to all: nccl_id= of their Attention."""
+    lib, drawn, why = ctypes.CDLL(library), ctypes.create_string_buffer(NCCL_ID_BYTES), ctypes.create_string_buffer(256)
+    if lib.upipe_abi_nccl_id(drawn, why, ctypes.c_size_t(len(why))) != 0:
+        raise Error(why.value.decode())
+    return drawn.raw
+
+
 class Attention:
-    def __init__(self, library, rank=None, headers=None, data=None, **desc):
-        """rank, headers, data: this process is one rank, with two connected sockets to each other one: lists of their numbers."""
+    """Attention of ranks * ring ranks, all of them threads of this process, or one of them this process.
+
+    headers, data  of rank `rank`: two connected sockets to each other one, lists of their numbers
+    nccl_id        of rank `rank`: what draw_nccl_id() has given one of the ranks; tensors are on the current device
+    mpi            this process is its rank of MPI_COMM_WORLD; MPI runs from before the open until after the close
+    """
+
+    def __init__(self, library, rank=None, headers=None, data=None, nccl_id=None, mpi=False, **desc):
         p, i = ctypes.c_void_p, ctypes.c_int
         self.lib = ctypes.CDLL(library)
         self.lib.upipe_abi_open.restype = p
@@ -40,6 +62,9 @@ class Attention:
         self.lib.upipe_abi_open_sockets.restype = p
         self.lib.upipe_abi_open_sockets.argtypes = [ctypes.POINTER(Desc), i, ctypes.POINTER(i), ctypes.POINTER(i), ctypes.c_char_p,
                                                     ctypes.c_size_t]
+        self.lib.upipe_abi_open_mpi.restype = self.lib.upipe_abi_open_nccl_id.restype = p
+        self.lib.upipe_abi_open_mpi.argtypes = [ctypes.POINTER(Desc), p, ctypes.c_char_p, ctypes.c_size_t]
+        self.lib.upipe_abi_open_nccl_id.argtypes = [ctypes.POINTER(Desc), i, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t]
         self.lib.upipe_abi_need.restype = ctypes.c_int64
         self.lib.upipe_abi_need.argtypes = [ctypes.POINTER(Desc), i, ctypes.c_char_p, ctypes.c_size_t]
         self.lib.upipe_abi_can.argtypes = [ctypes.c_char_p]
@@ -47,7 +72,7 @@ class Attention:
         for function in 'rows', 'bytes', 'saved_bytes':
             getattr(self.lib, 'upipe_abi_' + function).restype = ctypes.c_int64
             getattr(self.lib, 'upipe_abi_' + function).argtypes = [p, i]
-        self.lib.upipe_abi_rows.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64)]
+        self.lib.upipe_abi_rows.argtypes = self.lib.upipe_abi_positions.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64)]
         self.lib.upipe_abi_qkv_fwd.argtypes = [p, i, i] + 4 * [p]
         self.lib.upipe_abi_qkv_bwd.argtypes = [p, i, i] + 8 * [p]
         self.lib.upipe_abi_drop.argtypes = [p, i, i]
@@ -64,19 +89,26 @@ class Attention:
         for name, value in desc.items():  # ctypes keeps the low bits of an integer
             if name not in ('scale', 'softcap') and getattr(self.desc, name) != value:
                 raise Error(f'{name} is {value}, which its {8 * getattr(Desc, name).size} bits do not hold')
-        for name, default in (('batch', 1), ('ranks', 1), ('layers', 1), ('kv_heads', self.desc.heads)):
+        for name, default in (('batch', 1), ('ranks', 1), ('ring', 1), ('layers', 1), ('kv_heads', self.desc.heads)):
             if getattr(self.desc, name) == 0:
                 setattr(self.desc, name, default)
-        if rank is None:
-            self.handle = self.lib.upipe_abi_open(ctypes.byref(self.desc), why, len(why))
-        else:
+        self.ranks, at = self.desc.ranks * self.desc.ring, ctypes.byref(self.desc)
+        if mpi:
+            self.handle = self.lib.upipe_abi_open_mpi(at, None, why, len(why))
+        elif nccl_id is not None:
+            if len(nccl_id) != NCCL_ID_BYTES:
+                raise Error(f'nccl_id has {len(nccl_id)} bytes, not {NCCL_ID_BYTES}')
+            self.handle = self.lib.upipe_abi_open_nccl_id(at, rank, nccl_id, why, len(why))
+        elif rank is not None:
             both = [(i * len(fds))(*fds) for fds in (headers, data)]
-            if any(len(fds) != self.desc.ranks for fds in both):
-                raise Error(f'{len(headers)} and {len(data)} sockets, and {self.desc.ranks} ranks')
-            self.handle = self.lib.upipe_abi_open_sockets(ctypes.byref(self.desc), rank, *both, why, len(why))
+            if any(len(fds) != self.ranks for fds in both):
+                raise Error(f'{len(headers)} and {len(data)} sockets, and {self.ranks} ranks')
+            self.handle = self.lib.upipe_abi_open_sockets(at, rank, *both, why, len(why))
+        else:
+            self.handle = self.lib.upipe_abi_open(at, why, len(why))
         if not self.handle:
             raise Error(why.value.decode())
-        self.ranks_here = range(self.desc.ranks) if rank is None else [rank]
+        self.ranks_here = [r for r in range(self.ranks) if self.lib.upipe_abi_rows(self.handle, r, None) >= 0]
         self.saved_bytes = {r: self.lib.upipe_abi_saved_bytes(self.handle, r) for r in self.ranks_here}
         self.packed = {}  # by rank
         self.device = 'cuda' if self.lib.upipe_abi_can(b'cuda') else 'cpu'
@@ -87,15 +119,21 @@ class Attention:
         """The handle for a call of this rank; the library sees a number and a pointer alone."""
         if not -2**31 <= layer < 2**31:  # ctypes keeps the low bits
             raise Error(f'layer {layer} of {self.desc.layers}')
-        if not self.handle or not 0 <= rank < self.desc.ranks:
-            raise Error(f'rank {rank} of {self.desc.ranks}' if self.handle else 'the handle is closed')
+        if not self.handle or not 0 <= rank < self.ranks:
+            raise Error(f'rank {rank} of {self.ranks}' if self.handle else 'the handle is closed')
         return self.handle
 
     def rows(self, rank):
-        """(first, count) of this rank's tokens."""
+        """(first, count) of this rank's tokens; in a ring they are not neighbours in each layout: see positions."""
         first = ctypes.c_int64()
         count = self.number_of(rank, self.lib.upipe_abi_rows(self.of(rank), rank, ctypes.byref(first)))
         return first.value, count
+
+    def positions(self, rank):
+        """Of the rank's rows in their sequence."""
+        out = (ctypes.c_int64 * self.rows(rank)[1])()
+        self.ask(rank, self.lib.upipe_abi_positions(self.of(rank), rank, out))
+        return list(out)
 
     def bytes(self, rank):
         return self.number_of(rank, self.lib.upipe_abi_bytes(self.of(rank), rank))
@@ -161,7 +199,7 @@ class Attention:
                 self.abort(rank, str(error))
 
         self.of(0)
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.desc.ranks)]
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in self.ranks_here]
         for thread in threads:
             thread.start()
         for thread in threads:

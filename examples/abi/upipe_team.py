@@ -1,4 +1,4 @@
-"""upipe_team.py -- the processes that torchrun has started as ranks of upipe_abi.py, over TCP
+"""upipe_team.py -- the processes that torchrun or mpirun has started as ranks of upipe_abi.py, over TCP, MPI or NCCL
 
     team = team_from_env()                              # or Team(group=...) for a process group of one's own
     first, count = team.rows(1024)                      # this rank's tokens of 1024
@@ -6,10 +6,14 @@
     o = upipe_torch.attention(u, team.rank, q, k, v)
     team.sum_gradients(model)                           # each rank has those of its own tokens
 
-A process group tells the ranks where each of them listens. Whoever connects proves that it has what rank 0 has drawn for
-this team, and the secret of UPIPE_SECRET_FILE or UPIPE_SECRET where there is one. Nothing that is sent is encrypted.
+Over TCP a process group tells the ranks where each of them listens. Whoever connects proves that it has what rank 0 has drawn
+for this team, and the secret of UPIPE_SECRET_FILE or UPIPE_SECRET where there is one. Nothing that is sent is encrypted.
+
+Attention alone goes over MPI or NCCL: sums over ranks are the process group's.
 """
 
+import atexit
+import ctypes
 import hmac
 import os
 import socket
@@ -19,13 +23,14 @@ import time
 import torch
 import torch.distributed as dist
 
-from upipe_abi import Attention, Error
+from upipe_abi import Attention, Error, can, draw_nccl_id
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libupipe_abi.so')  # where the wheel has it
 DEADLINE = 60  # seconds, as the library's
 HELLO = 5  # seconds that a client has for its first words
 PROOF = 32  # bytes
 SECRET_LEAST, SECRET_MOST = 16, 1024  # bytes
+MPI_LAUNCHERS = (('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'), ('PMI_RANK', 'PMI_SIZE'))
 
 
 def read_secret():
@@ -134,8 +139,8 @@ class Door:
         return ends
 
 
-class Team:
-    """The ranks of a process group, which hold a part of every sequence each.
+class Ranks:
+    """The ranks of a process group, which hold a part of every sequence each; the base of teams.
 
     rank, ranks   those of the group
     handle(...)   an upipe_abi.Attention for this rank; the same description gives the same one
@@ -145,12 +150,7 @@ class Team:
     def __init__(self, library=LIBRARY, group=None):
         self.library, self.group = library, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.handles, self.ends = {}, []
-        self.key = self.of_all(os.urandom(PROOF))[0] + read_secret()
-        shown = self.of_all(hmac.digest(self.key, b'team', 'sha256'))
-        for peer, other in enumerate(shown):
-            if other != shown[0]:
-                raise Error(f'rank {peer} has another secret than rank 0')
+        self.handles = {}
 
     def of_all(self, what):
         """[ranks]: what each rank has brought; all ranks call it."""
@@ -167,16 +167,11 @@ class Team:
         """All ranks ask for it at the same time, and with the same description; else each of them raises Error at once."""
         key = tuple(sorted(desc.items()))
         if key not in self.handles:
-            door = Door(self.rank, self.ranks, self.key)
-            places, asked = zip(*self.of_all((door.place, key)))
+            asked = self.of_all(key)
             for peer, other in enumerate(asked):
                 if other != asked[0]:
-                    door.listening.close()
                     raise Error(f'rank {peer} asks for {dict(other)}, rank 0 for {dict(asked[0])}')
-            ends = door.sockets(places)
-            self.ends += [end for row in ends for end in row if end]
-            headers, data = ([end.fileno() if end else -1 for end in row] for row in ends)
-            self.handles[key] = Attention(self.library, rank=self.rank, headers=headers, data=data, ranks=self.ranks, **desc)
+            self.handles[key] = self.open(**desc)
         return self.handles[key]
 
     def sum(self, *tensors):
@@ -198,15 +193,72 @@ class Team:
     def close(self):
         for u in self.handles.values():
             u.close()
+        self.handles = {}
+
+
+class Team(Ranks):
+    """Over TCP."""
+
+    def __init__(self, library=LIBRARY, group=None):
+        super().__init__(library, group)
+        self.ends = []
+        self.key = self.of_all(os.urandom(PROOF))[0] + read_secret()
+        shown = self.of_all(hmac.digest(self.key, b'team', 'sha256'))
+        for peer, other in enumerate(shown):
+            if other != shown[0]:
+                raise Error(f'rank {peer} has another secret than rank 0')
+
+    def open(self, **desc):
+        door = Door(self.rank, self.ranks, self.key)
+        ends = door.sockets(self.of_all(door.place))
+        self.ends += [end for row in ends for end in row if end]
+        headers, data = ([end.fileno() if end else -1 for end in row] for row in ends)
+        return Attention(self.library, rank=self.rank, headers=headers, data=data, ranks=self.ranks, **desc)
+
+    def close(self):
+        super().close()
         for end in self.ends:
             end.close()
-        self.handles, self.ends = {}, []
+        self.ends = []
+
+
+class MpiTeam(Ranks):
+    """Over MPI, all ranks of MPI_COMM_WORLD. Who finds MPI not yet running starts it, and ends it with the process."""
+
+    def __init__(self, library=LIBRARY):
+        super().__init__(library)
+        mpi, running = ctypes.CDLL(library), ctypes.c_int()
+        mpi.MPI_Initialized(ctypes.byref(running))
+        if not running.value:
+            mpi.MPI_Init(None, None)
+            atexit.register(mpi.MPI_Finalize)
+
+    def open(self, **desc):
+        return Attention(self.library, mpi=True, ranks=self.ranks, **desc)
+
+
+class NcclTeam(Ranks):
+    """Over NCCL, each rank on the device that is current."""
+
+    def open(self, **desc):
+        drawn = self.of_all(draw_nccl_id(self.library) if self.rank == 0 else None)[0]
+        return Attention(self.library, rank=self.rank, nccl_id=drawn, ranks=self.ranks, **desc)
 
 
 def team_from_env(library=LIBRARY):
-    """The team of all processes that torchrun has started; makes torch.distributed's default group where there is none."""
+    """The team of all processes that torchrun or mpirun has started: over NCCL where the library computes on CUDA devices, over
+    MPI under mpirun, else over TCP. Makes torch.distributed's default group where there is none."""
+    mpi = next((names for names in MPI_LAUNCHERS if names[0] in os.environ and 'RANK' not in os.environ), None)
+    cuda = can(library, 'cuda')
+    if cuda and not can(library, 'nccl'):
+        raise Error(f'{library} computes on CUDA devices and has no NCCL: build libupipe_abi_cuda.so with -Dnccl=enabled')
+    if mpi and not cuda and not can(library, 'mpi'):
+        raise Error(f'mpirun has started the ranks, and {library} has no MPI: give libupipe_abi_mpi.so, or use torchrun')
     if not dist.is_initialized():
-        if 'RANK' not in os.environ:
-            raise Error('RANK is not set: start the ranks with torchrun')
-        dist.init_process_group('gloo')
-    return Team(library)
+        if not mpi and 'RANK' not in os.environ:
+            raise Error('RANK is not set: start the ranks with torchrun or mpirun')
+        if mpi and not {'MASTER_ADDR', 'MASTER_PORT'} <= os.environ.keys():
+            raise Error('MASTER_ADDR and MASTER_PORT are not set: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500')
+        rank, ranks = (int(os.environ[name]) for name in mpi or ('RANK', 'WORLD_SIZE'))
+        dist.init_process_group('cpu:gloo,cuda:nccl' if cuda else 'gloo', rank=rank, world_size=ranks)
+    return NcclTeam(library) if cuda else MpiTeam(library) if mpi else Team(library)

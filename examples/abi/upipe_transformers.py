@@ -19,6 +19,9 @@ from upipe_abi import Error
 from upipe_torch import DTYPES, attention, autocast_dtype
 
 IGNORED = -100  # transformers' label of a token without a loss
+# Of the positions that shard() gives. A model that is given none makes its own, of torch.int64, and rank 0's are even right: by
+# the type each rank sees that they were forgotten, before it waits for another.
+POSITIONS = torch.int32
 
 
 def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
@@ -44,8 +47,8 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
         raise Error(f'packed documents in a batch of {batch}: put all of them into one row')
     first, count = team.rows(tokens)
     rows = slice(first, first + count)
-    out = {'input_ids': input_ids[:, rows], 'position_ids': position_ids[:, rows], 'cu_seq_lens_q': borders, 'team_tokens': tokens,
-           'use_cache': False}
+    out = {'input_ids': input_ids[:, rows], 'position_ids': position_ids[:, rows].to(POSITIONS), 'cu_seq_lens_q': borders,
+           'team_tokens': tokens, 'use_cache': False}
     if labels is not None:
         shifted = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         out['labels'] = out['shift_labels'] = shifted[:, rows].contiguous()
@@ -58,7 +61,7 @@ def positions(at, borders):
     return at - borders[torch.searchsorted(borders, at, right=True) - 1]
 
 
-def check_call(module, attention_mask, dropout, use_cache, team_tokens, more):
+def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
     """What the library would compute otherwise, or not at all."""
     what = [name for name in ('position_bias', 's_aux', 'head_mask', 'block_table') if more.get(name) is not None]
     if attention_mask is not None:
@@ -71,6 +74,8 @@ def check_call(module, attention_mask, dropout, use_cache, team_tokens, more):
         raise Error(f'{(what or ["output_attentions"])[0]} is not served')
     if team_tokens is None:
         raise Error('team_tokens is missing: call the model with what shard() returns')
+    if position_ids is not None and position_ids.dtype != POSITIONS:
+        raise Error('position_ids are not those that shard() returns, or are missing')
     rope = getattr(module.config, 'rope_parameters', None) or {}
     kinds = {one['rope_type'] for one in (rope, *rope.values()) if isinstance(one, dict) and 'rope_type' in one}
     for kind in kinds & {'dynamic', 'longrope'}:
@@ -89,7 +94,7 @@ def register(team, name='upipe'):
 
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
                is_causal=None, position_ids=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, **more):
-        check_call(module, attention_mask, dropout, use_cache, team_tokens, more)
+        check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more)
         if module.layer_idx == 0 and position_ids is not None:
             first, count = team.rows(team_tokens)
             own = positions(torch.arange(first, first + count, device=query.device), cu_seq_lens_q)
