@@ -1,4 +1,4 @@
-/* upipe_linear.h -- linear attention: one call of its rule, for a rank's tokens and some heads        layer 2, includes ops
+/* upipe_linear.h -- linear attention: one call of its rule, for a rank's tokens and some heads    layer 2, includes ops
  *
  * A head keeps a state S, [key_dim][value_dim], which decays and to which every token adds:
  *
