@@ -1,6 +1,7 @@
 /* upipe_bytes.h -- bytes of the attention block: phases, buffers, closed forms        layer 4
  *
- * What a block takes is what its code takes: upipe_dry.h runs it over a pool that counts. The closed forms here say why.
+ * What a block takes is what its code takes: upipe_dry.h runs it over a pool that counts. The closed forms here say
+ * why.
  *
  *     upipe_even_bytes(&bytes, &plan, 0, 0, 0, 0, &err)     the same bytes as sums: Ulysses, and UPipe with even heads
  *     upipe_paper_units(UPIPE_PAPER_UPIPE, ...)             the paper's formulas
@@ -11,8 +12,8 @@
 #include "upipe_mem.h"
 #include "upipe_plan.h"
 
-/* Live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and all-to-all buffers in
- * the forward (the paper's "intermediate tensors"). */
+/* Live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and all-to-all buffers
+ * in the forward (the paper's "intermediate tensors"). */
 typedef struct upipe_bytes {
     size_t phase[UPIPE_PHASES];
     size_t peak;

@@ -1,4 +1,4 @@
-/* upipe_linear.h -- linear attention: one call of its rule, for a rank's tokens and some heads        layer 2, includes ops
+/* upipe_linear.h -- linear attention: one call of its rule, for a rank's tokens and some heads    layer 2, includes ops
  *
  * A head keeps a state S, [key_dim][value_dim], which decays and to which every token adds:
  *
@@ -11,10 +11,10 @@
  *
  * Value head h reads key head h / (heads / key_heads). Norms of q and k, gates and the convolution are the host's.
  *
- * The rule goes in chunks of tokens, whose products are those of matrices. A chunk ends at a multiple of `chunk` positions,
- * and at a border of packed documents, where the state begins anew. So a sequence that is cut at a multiple of `chunk` has
- * the bits of the whole one, and a document that begins at one has the bits of the document alone. Bits are promised for
- * one value of chunk, and where the compute table's gemm keeps its own promise.
+ * The rule goes in chunks of tokens, whose products are those of matrices. A chunk ends at a multiple of `chunk`
+ * positions, and at a border of packed documents, where the state begins anew. So a sequence that is cut at a multiple
+ * of `chunk` has the bits of the whole one, and a document that begins at one has the bits of the document alone. Bits
+ * are promised for one value of chunk, and where the compute table's gemm keeps its own promise.
  *
  *     upipe_linear_ops rules;
  *     upipe_cpu_linear(&rules);                                       cpu/upipe_cpu_linear.h
@@ -159,7 +159,8 @@ UPIPE_API upipe_status upi_linear_check_work(upipe_ctx *c, const upipe_linear *a
 
 /* ---- calls ---- */
 
-/* upipe_linear_bytes -- scratch of a call: shapes, positions, borders and chunk of `a` are read. 0 for what a call refuses */
+/* upipe_linear_bytes -- scratch of a call: shapes, positions, borders and chunk of `a` are read. 0 for what a call
+ * refuses */
 UPIPE_API size_t upipe_linear_bytes(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a,
                                     upipe_linear_pass pass)
 {

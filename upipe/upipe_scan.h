@@ -1,8 +1,8 @@
 /* upipe_scan.h -- a state that goes over ranks in the order of their tokens: linear attention        layer 4
  *
  * A layer of linear attention keeps a state instead of keys: a matrix a head, which every token changes. A rank begins
- * with the state that the rank before it ends with. This is communication alone: the rule that takes a rank's tokens from
- * one state to the next one is the host's, a function a direction (upipe_linear.h has two).
+ * with the state that the rank before it ends with. This is communication alone: the rule that takes a rank's tokens
+ * from one state to the next one is the host's, a function a direction (upipe_linear.h has two).
  *
  * States go in stages of some heads, so that rank r works on stage i while rank r + 1 works on stage i - 1:
  *
@@ -22,8 +22,8 @@
  *     upipe_scan_bwd(&ctx, ctx.team, &s, states, NULL);
  *     upipe_scan_halo_bwd(&ctx, ctx.team, &s, dx, dbefore, NULL);
  *
- * Which ranks: neighbours hold neighbouring tokens, so the layout is contiguous. The communicator is the team, the ring, or
- * both as one world, where ranks of a team are neighbours. Sequences of a batch: a call each.
+ * Which ranks: neighbours hold neighbouring tokens, so the layout is contiguous. The communicator is the team, the
+ * ring, or both as one world, where ranks of a team are neighbours. Sequences of a batch: a call each.
  *
  * Segments of a sequence (upipe_segments.h): a call each, with the plan of the segment, its first token's position in
  * s.first, and a carry, which brings what one call ends with to the rank where the next one begins.

@@ -35,9 +35,9 @@ UPIPE_API int64_t upi_div_up(int64_t a, int64_t b)
 
 /* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V must be fetched.
  *
- * The rank has the heads begin .. end - 1. They fall into blocks: as many whole groups as fit into a stage, or one group,
- * in parts of m heads, where none does. The first block, `lead`, begins with the rest of the group that `begin` cuts.
- * What is left at the start of a block is one stage if it fits. */
+ * The rank has the heads begin .. end - 1. They fall into blocks: as many whole groups as fit into a stage, or one
+ * group, in parts of m heads, where none does. The first block, `lead`, begins with the rest of the group that `begin`
+ * cuts. What is left at the start of a block is one stage if it fits. */
 UPIPE_API upipe_head_range upi_uneven_stage(const upipe_plan *p, int stage, int rank, int *fresh)
 {
     const int64_t m = p->per_rank, group = p->group;

@@ -2,8 +2,8 @@
  *
  * One stage in words. Forward: slot i of final_out is lent; Q goes through inp_all_to_all into it, and in a new round
  * K and V into their buffers; attention writes O' into Q's send buffer, which is free again; out_all_to_all sends O'
- * into the same slot. Backward: the same load, and dO and delta out of slot i (and O, where the compute table's attention
- * reads it); dQ' goes into the slot; dK' and dV' go back to their tokens after their round.
+ * into the same slot. Backward: the same load, and dO and delta out of slot i (and O, where the compute table's
+ * attention reads it); dQ' goes into the slot; dK' and dV' go back to their tokens after their round.
  *
  *     upipe_pass f;                                     a door fills it: upipe_layer.h, upipe_qkv.h, upipe_fpdt.h
  *     upipe_pass_init(ctx.ops, &f, &layer, &slots);     of the layer: plan, mask and scale

@@ -1,4 +1,4 @@
-/* team.h -- the ranks of a handle: threads of this process, or this process as one rank of several      part of upipe_abi.c
+/* team.h -- the ranks of a handle: threads of this process, or this process as one rank of several  part of upipe_abi.c
  *
  *     s = abi_team_threads(&t, C, R, &err);      or one of the others: team_mpi.h, team_nccl.h
  *     abi_team_use(&t, rank, &ctx);              ctx.team, and ctx.ring, NULL where R = 1

@@ -1,6 +1,7 @@
 /* team_nccl.h -- ranks with a GPU each, over NCCL        part of upipe_abi.c
  *
- * Team and ring have communicators of their own, whose ids go through that of all ranks: the caller's stays the caller's.
+ * Team and ring have communicators of their own, whose ids go through that of all ranks: the caller's stays the
+ * caller's.
  */
 #ifndef ABI_TEAM_NCCL_H
 #define ABI_TEAM_NCCL_H

@@ -8,25 +8,25 @@
  *
  * or, where each rank is a process, upipe_abi_open_sockets, _mpi or _nccl, and the calls of this one rank.
  *
- * There are ranks * ring ranks: rank w is rank w % ranks of a team, which shares heads by all-to-alls, and rank w / ranks of
- * a ring. A rank's row i is at position upipe_abi_positions of its sequence.
+ * There are ranks * ring ranks: rank w is rank w % ranks of a team, which shares heads by all-to-alls, and rank w /
+ * ranks of a ring. A rank's row i is at position upipe_abi_positions of its sequence.
  *
- * Tensors are of the handle's type and packed: q, o [batch][rows][heads][head_dim], k, v [batch][rows][kv_heads][head_dim], where
- * rows are this rank's tokens, upipe_abi_rows of them. A call returns when all ranks have made it. A failed rank
- * releases the others, and the handle is then good for upipe_abi_close alone. A forward whose backward never comes
- * holds its layer until upipe_abi_drop. Who keeps what a forward leaves in memory of his own, by upipe_abi_save, needs one
- * layer for any number of forwards. A rank that will not make the calls of the others says so by
- * upipe_abi_abort, which is a failure too.
+ * Tensors are of the handle's type and packed: q, o [batch][rows][heads][head_dim], k, v
+ * [batch][rows][kv_heads][head_dim], where rows are this rank's tokens, upipe_abi_rows of them. A call returns when all
+ * ranks have made it. A failed rank releases the others, and the handle is then good for upipe_abi_close alone. A
+ * forward whose backward never comes holds its layer until upipe_abi_drop. Who keeps what a forward leaves in memory of
+ * his own, by upipe_abi_save, needs one layer for any number of forwards. A rank that will not make the calls of the
+ * others says so by upipe_abi_abort, which is a failure too.
  *
- * A library built for CUDA computes on the device that is current when the handle is opened, which must be current in each
- * call. Tensors are memory of this device. A call then returns when its work is enqueued on the rank's stream, and a
- * failure may show in a later call or in upipe_abi_sync. Ranks that are threads share the device.
+ * A library built for CUDA computes on the device that is current when the handle is opened, which must be current in
+ * each call. Tensors are memory of this device. A call then returns when its work is enqueued on the rank's stream, and
+ * a failure may show in a later call or in upipe_abi_sync. Ranks that are threads share the device.
  *
  * One thread at a time calls for a rank. A call while another thread's is not over is refused, and so is a close.
  *
- * A handle that is NULL, closed, was never open, or is a forked parent's, or a rank that is not there, is refused: with a status, and with -1 where
- * a number is asked for. upipe_abi_error with the same arguments says why. `first` and `why` may be NULL. Closing NULL does
- * nothing.
+ * A handle that is NULL, closed, was never open, or is a forked parent's, or a rank that is not there, is refused: with
+ * a status, and with -1 where a number is asked for. upipe_abi_error with the same arguments says why. `first` and
+ * `why` may be NULL. Closing NULL does nothing.
  */
 #ifndef UPIPE_ABI_H
 #define UPIPE_ABI_H
@@ -77,13 +77,13 @@ UPIPE_ABI_API int upipe_abi_can(const char *name);
 UPIPE_ABI_API int64_t upipe_abi_need(const upipe_abi_desc *desc, int rank, char *why, size_t why_bytes);
 
 UPIPE_ABI_API upipe_abi *upipe_abi_open(const upipe_abi_desc *desc, char *why, size_t why_bytes);
-/* This process is one rank of ranks * ring. headers, data [ranks * ring]: connected stream sockets to each other rank, two a pair,
- * which the caller closes after upipe_abi_close; upipe/net/upipe_net_tcp.h says more. */
+/* This process is one rank of ranks * ring. headers, data [ranks * ring]: connected stream sockets to each other rank,
+ * two a pair, which the caller closes after upipe_abi_close; upipe/net/upipe_net_tcp.h says more. */
 UPIPE_ABI_API upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int rank, const int *headers,
                                                 const int *data, char *why, size_t why_bytes);
 UPIPE_ABI_API int64_t upipe_abi_rows(const upipe_abi *u, int rank, int64_t *first);
-/* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; n = 0: none. The numbers
- * are copied. A backward has those of its forward. */
+/* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; n = 0: none. The
+ * numbers are copied. A backward has those of its forward. */
 UPIPE_ABI_API int upipe_abi_pack(upipe_abi *u, int rank, const int64_t *cu_seqlens, int64_t n);
 UPIPE_ABI_API int upipe_abi_qkv_fwd(upipe_abi *u, int rank, int layer, void *o, const void *q, const void *k,
                                     const void *v);
@@ -91,8 +91,9 @@ UPIPE_ABI_API int upipe_abi_qkv_bwd(upipe_abi *u, int rank, int layer, void *dq,
                                     const void *dout, const void *o, const void *q, const void *k,
                                     const void *v);
 UPIPE_ABI_API int upipe_abi_drop(upipe_abi *u, int rank, int layer);
-/* What a forward leaves for its backward: upipe_abi_save moves it to `to`, of upipe_abi_saved_bytes, where the tensors are, and
- * the layer is free; upipe_abi_restore brings it to a free layer before the backward, as often as one likes. */
+/* What a forward leaves for its backward: upipe_abi_save moves it to `to`, of upipe_abi_saved_bytes, where the tensors
+ * are, and the layer is free; upipe_abi_restore brings it to a free layer before the backward, as often as one
+ * likes. */
 UPIPE_ABI_API int64_t upipe_abi_saved_bytes(const upipe_abi *u, int rank);
 UPIPE_ABI_API int upipe_abi_save(upipe_abi *u, int rank, int layer, void *to);
 UPIPE_ABI_API int upipe_abi_restore(upipe_abi *u, int rank, int layer, const void *from);
@@ -101,8 +102,8 @@ UPIPE_ABI_API const char *upipe_abi_error(const upipe_abi *u, int rank);
 UPIPE_ABI_API int64_t upipe_abi_bytes(const upipe_abi *u, int rank); /* of a rank's slab */
 UPIPE_ABI_API int upipe_abi_close(upipe_abi *u);
 
-/* This process is a rank of an MPI communicator. comm: the address of an MPI_Comm, NULL: MPI_COMM_WORLD. All its ranks call
- * this at once, and it stays the caller's; MPI runs from before the open until after the close. */
+/* This process is a rank of an MPI communicator. comm: the address of an MPI_Comm, NULL: MPI_COMM_WORLD. All its ranks
+ * call this at once, and it stays the caller's; MPI runs from before the open until after the close. */
 UPIPE_ABI_API upipe_abi *upipe_abi_open_mpi(const upipe_abi_desc *desc, const void *comm, char *why,
                                             size_t why_bytes);
 /* The same of NCCL. comm: an ncclComm_t on the current device, which has no other operation meanwhile. */
@@ -114,17 +115,18 @@ UPIPE_ABI_API upipe_abi *upipe_abi_open_nccl_id(const upipe_abi_desc *desc, int 
 UPIPE_ABI_API int upipe_abi_nccl_id(void *id, char *why, size_t why_bytes);
 /* positions [upipe_abi_rows]: of the rank's rows in a sequence. */
 UPIPE_ABI_API int upipe_abi_positions(const upipe_abi *u, int rank, int64_t *positions);
-/* stream: a cudaStream_t, for the rank's calls from now on; the one before it has ended its work then. Without CUDA: NULL. */
+/* stream: a cudaStream_t, for the rank's calls from now on; the one before it has ended its work then. Without CUDA:
+ * NULL. */
 UPIPE_ABI_API int upipe_abi_stream(upipe_abi *u, int rank, void *stream);
 /* Waits for the rank's stream, in which cudaStreamSynchronize would wait for a dead peer for ever. */
 UPIPE_ABI_API int upipe_abi_sync(upipe_abi *u, int rank);
-/* As qkv_fwd and qkv_bwd, where Q, K and V lie side by side. qkv, dqkv [batch][rows][heads + 2 kv_heads][head_dim], and so
- * [batch][rows][3][heads][head_dim]. */
+/* As qkv_fwd and qkv_bwd, where Q, K and V lie side by side. qkv, dqkv [batch][rows][heads + 2 kv_heads][head_dim], and
+ * so [batch][rows][3][heads][head_dim]. */
 UPIPE_ABI_API int upipe_abi_fused_fwd(upipe_abi *u, int rank, int layer, void *o, const void *qkv);
 UPIPE_ABI_API int upipe_abi_fused_bwd(upipe_abi *u, int rank, int layer, void *dqkv, const void *dout,
                                       const void *o, const void *qkv);
-/* The same of Megatron's tensors: qkv, dqkv [rows][batch][heads][3][head_dim], o, dout [rows][batch][heads][head_dim]. A call
- * takes sequence b, and a layer's sequences are layers of a handle with batch 1. */
+/* The same of Megatron's tensors: qkv, dqkv [rows][batch][heads][3][head_dim], o, dout [rows][batch][heads][head_dim].
+ * A call takes sequence b, and a layer's sequences are layers of a handle with batch 1. */
 UPIPE_ABI_API int upipe_abi_sbh3d_fwd(upipe_abi *u, int rank, int layer, void *o, const void *qkv, int batch,
                                       int b);
 UPIPE_ABI_API int upipe_abi_sbh3d_bwd(upipe_abi *u, int rank, int layer, void *dqkv, const void *dout,

@@ -8,8 +8,9 @@
  *     device_close(&d);
  *
  * All ranks of a process share one device. Plans and dry runs need no device, and no CUDA in the build:
- * device_table(kind, &ops) gives a table whose *_bytes entries answer, and on the CPU all others too. Memory of device_shared is the host's,
- * and the device reaches it, slowly: for what passes once. The host reads it after ctx.ops->sync.
+ * device_table(kind, &ops) gives a table whose *_bytes entries answer, and on the CPU all others too. Memory of
+ * device_shared is the host's, and the device reaches it, slowly: for what passes once. The host reads it after
+ * ctx.ops->sync.
  */
 #ifndef COMMON_DEVICE_H
 #define COMMON_DEVICE_H

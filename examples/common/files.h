@@ -53,7 +53,8 @@ static inline int files_path(char *out, const char *folder, const char *name, co
     return files_fail(folder, "cannot be written");
 }
 
-/* Makes the folders above a path that are not there; files_abandon removes them, if all is not NULL. 0, or -1 with errno. */
+/* Makes the folders above a path that are not there; files_abandon removes them, if all is not NULL. 0, or -1 with
+ * errno. */
 static inline int files_parents(files *all, const char *path)
 {
     char above[FILES_PATH];

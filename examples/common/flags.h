@@ -7,8 +7,8 @@
  *     flags_json(f, &set, &options);                         the settings, members of a JSON object
  *
  * A flag is a word --name, its value the next word or what stands behind =. A flag that comes twice counts as it comes
- * last, but for lists. After a wrong word the others are still read, without a sentence: a rank needs them to meet those
- * whose words are right.
+ * last, but for lists. After a wrong word the others are still read, without a sentence: a rank needs them to meet
+ * those whose words are right.
  */
 #ifndef COMMON_FLAGS_H
 #define COMMON_FLAGS_H

@@ -9,8 +9,9 @@
  *               grid_world(&g, rank)           the communicator of all, for sums over every rank
  *     after it: grid_why(&g, &ctx.err)         the sentence of a rank that failed
  *
- * C * R neighbours are a grid; N is a multiple of it. Rank w is rank w % C of team w / C, a team's ranks are neighbours, and
- * rank w / C % R of the ring of those at its place of the grid's teams. A team of all ranks is the world.
+ * C * R neighbours are a grid; N is a multiple of it. Rank w is rank w % C of team w / C, a team's ranks are
+ * neighbours, and rank w / C % R of the ring of those at its place of the grid's teams. A team of all ranks is the
+ * world.
  */
 #ifndef COMMON_GRID_H
 #define COMMON_GRID_H

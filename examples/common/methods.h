@@ -64,7 +64,8 @@ static const method_kind method_kinds[METHODS] = {
     {"upipe-fpdt",  METHOD_IS_TEAM, METHOD_CHUNK,     UPIPE_CONTIGUOUS, UPIPE_RING_AUTO,   0, 0, 1}};
 /* clang-format on */
 
-/* ranks: those that share a sequence; of a command line, those of all replicas. ring, inner, chunk, segments: 0 for the default */
+/* ranks: those that share a sequence; of a command line, those of all replicas. ring, inner, chunk, segments: 0 for the
+ * default */
 typedef struct method_choice {
     int method, ranks, ring, inner, chunk, segments, overlap;
 } method_choice;

@@ -5,8 +5,8 @@
  *     number_bytes("80GiB", &bytes)     a size of memory has a unit; GB is 10^9, GiB 2^30
  *     number_real("1e-3", &x)
  *
- * Each returns 0, or -1 for what is no such number, is no whole one where it is to be, leaves 63 bits, or is infinite. No
- * sign, no spaces, no hexadecimals.
+ * Each returns 0, or -1 for what is no such number, is no whole one where it is to be, leaves 63 bits, or is infinite.
+ * No sign, no spaces, no hexadecimals.
  */
 #ifndef COMMON_NUMBER_H
 #define COMMON_NUMBER_H

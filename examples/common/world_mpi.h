@@ -34,8 +34,8 @@ static void world_mpi_on_alarm(int number)
     _exit(EXIT_RUN);
 }
 
-/* Ends the process when `what` takes longer than the deadline; NULL: it has ended. The first process that ends makes the
- * launcher end the others, if each has a time of its own: then one of them says why. */
+/* Ends the process when `what` takes longer than the deadline; NULL: it has ended. The first process that ends makes
+ * the launcher end the others, if each has a time of its own: then one of them says why. */
 static void world_mpi_watch(const struct world *w, const char *what)
 {
     const int rank = launch_process();

@@ -1,8 +1,8 @@
 /* world_tcp.h -- a world whose ranks are processes on CPUs, over TCP; world.h includes it
  *
- * The launcher's environment says who a process is. All meet rank 0 of the launcher at MASTER_ADDR (rendezvous.h), which
- * tells them at what address each of them listens. For a communicator each rank in turn is met by those behind it, twice:
- * once for headers, once for data. So whoever connects proves the secret.
+ * The launcher's environment says who a process is. All meet rank 0 of the launcher at MASTER_ADDR (rendezvous.h),
+ * which tells them at what address each of them listens. For a communicator each rank in turn is met by those behind
+ * it, twice: once for headers, once for data. So whoever connects proves the secret.
  */
 #ifndef COMMON_WORLD_TCP_H
 #define COMMON_WORLD_TCP_H
@@ -69,7 +69,8 @@ static inline int world_tcp_listen(world_tcp *t)
     return bad ? cli_fail("no socket listens at %s: %s", t->door.host, strerror(errno)) : 0;
 }
 
-/* All doors are known. Connects a group, whose rank i is rank first + i * step of the world, and makes this rank's end. */
+/* All doors are known. Connects a group, whose rank i is rank first + i * step of the world, and makes this rank's
+ * end. */
 static inline int world_tcp_connect(struct world *w, int which, int first, int step, int n)
 {
     world_tcp *t = (world_tcp *)w->own;

@@ -133,9 +133,9 @@ static double relative(distance d)
     return d.error == 0 ? 0 : sqrt(d.error / d.truth);
 }
 
-/* What the distance of dsinks is relative to, squared: its terms, as they may cancel, above all where there are few heads.
- * A term is an element of out times that of dout, times the sink's share of the softmax, which is 1 at most where there is
- * no reference. Roundings of the terms walk at random, so the squares are added. */
+/* What the distance of dsinks is relative to, squared: its terms, as they may cancel, above all where there are few
+ * heads. A term is an element of out times that of dout, times the sink's share of the softmax, which is 1 at most
+ * where there is no reference. Roundings of the terms walk at random, so the squares are added. */
 static double sinks_terms(const compare *c)
 {
     const int64_t dim = c->o.v_dim;

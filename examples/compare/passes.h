@@ -154,7 +154,8 @@ static void method_rows(const method_rank *rank, float *natural, float *mine, in
     } while (++i < rank->fpdt.segments);
 }
 
-/* This rank's rows of a result, in rank->host, into their places at rank 0. Processes send them, one after the other. */
+/* This rank's rows of a result, in rank->host, into their places at rank 0. Processes send them, one after the
+ * other. */
 static upipe_status method_deliver(method *m, upipe_ctx *c, method_rank *rank, int r, float *natural,
                                    int64_t width)
 {

@@ -1,4 +1,5 @@
-/* train.c -- trains a Llama on the bytes of a text or on files of tokens, with any method of context parallelism in methods.h
+/* train.c -- trains a Llama on the bytes of a text or on files of tokens, with any method of context parallelism in
+ * methods.h
  *
  *     train --method upipe --ranks 4 --tokens 4096 --steps 100 --json out.json
  *     mpirun -np 4 train_mpi --transport mpi --method upipe ...       the same, with processes for ranks
@@ -85,7 +86,8 @@ static int find_layout(run *u)
     return 0;
 }
 
-/* What it is trained on. All of it is read once: by rank 0, and by every process that looks for the ends of documents. */
+/* What it is trained on. All of it is read once: by rank 0, and by every process that looks for the ends of
+ * documents. */
 static int find_data(run *u)
 {
     const llama_config *config = &u->layout.config;

@@ -77,9 +77,9 @@ typedef struct machine {
 #define MACHINE_FIT      "fitted on the paper's Llama3-8B tables of 8 GPUs"
 #define MACHINE_LINK     "400 Gbit/s a GPU, the paper's section 5.1"
 
-/* The paper's machine. The fitted rates are one least-squares fit of relative errors over the paper's tables of Llama3-8B
- * on 8 GPUs (throughput, runtime, batch, SAO, SAC: 104 cells), as bench/paper.py makes it; they hold all that a training of its time
- * lost. */
+/* The paper's machine. The fitted rates are one least-squares fit of relative errors over the paper's tables of
+ * Llama3-8B on 8 GPUs (throughput, runtime, batch, SAO, SAC: 104 cells), as bench/paper.py makes it; they hold all that
+ * a training of its time lost. */
 static const struct {
     double value;
     const char *origin;

@@ -1,4 +1,5 @@
-/* packed.h -- the documents that are packed into a planned step: their borders, and how evenly ranks share the pairs that attention sees
+/* packed.h -- the documents that are packed into a planned step: their borders, and how evenly ranks share the pairs
+ * that attention sees
  *
  *     status = packed_read(&o, "lognormal:2k,1.5,128k");     borders of all sequences, into the options
  *     packed_balance b = packed_balance_of(&desc, window, borders, n);     pairs by rank of the ring and step

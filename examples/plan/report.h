@@ -150,8 +150,8 @@ static void report_advice(const advice_item *all, int n)
     }
 }
 
-/* A table of the attention block's phases; `unit` bytes of the dry run are one. With activations in the rank's pool Ulysses
- * has the inputs of the other layers too, as the paper's first row. */
+/* A table of the attention block's phases; `unit` bytes of the dry run are one. With activations in the rank's pool
+ * Ulysses has the inputs of the other layers too, as the paper's first row. */
 static void report_phases(const upipe_dry *dry, const setting *s, double unit, double stages)
 {
     static const char *const columns[UPIPE_PHASES] = {

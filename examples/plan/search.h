@@ -4,9 +4,9 @@
  *     search_two(&two, &p, &s, tokens);             dry runs at tokens and at twice as many
  *     search_at(&e, &two, &p, tokens);              at any other length
  *
- * The bytes of a phase, of the slab around them and of the host grow with tokens as the largest of several straight lines.
- * So the line through two lengths is a lower bound beyond them: what it does not fit is pruned. Other work grows with
- * tokens, and attention's with their square too. best.h finds the fastest, longest.h the longest sequence.
+ * The bytes of a phase, of the slab around them and of the host grow with tokens as the largest of several straight
+ * lines. So the line through two lengths is a lower bound beyond them: what it does not fit is pruned. Other work grows
+ * with tokens, and attention's with their square too. best.h finds the fastest, longest.h the longest sequence.
  */
 #ifndef PLAN_SEARCH_H
 #define PLAN_SEARCH_H

@@ -3,8 +3,8 @@
  *     upipe_linear_ops rules;
  *     upipe_cpu_linear(&rules);
  *
- * A chunk of l tokens, which begins with the state S. G is the sum of g from the chunk's begin on, in f64; every decay is an
- * exponential of a difference of two of them, which is not above 0, so none overflows.
+ * A chunk of l tokens, which begins with the state S. G is the sum of g from the chunk's begin on, in f64; every decay
+ * is an exponential of a difference of two of them, which is not above 0, so none overflows.
  *
  *     D_ij = e^(G_i - G_j), j <= i              M = K K^T, P = Q K^T, both times D
  *     W    = V - e^G K S                        R = beta W
@@ -12,10 +12,10 @@
  *     O    = e^G Q S + P U                      P with the diagonal
  *     S'   = e^G_l S + (e^(G_l - G) K)^T U
  *
- * Products are the table's gemm, in f32; the threads share heads. The backward walks chunks from the last one. The states
- * that they begin with are computed again: first those of every run of chunks, about a square root of them, then those of
- * one run. S' is S plus a product with e^G_l - 1 where that is small: the rounding of a factor near 1 would add up over all
- * chunks that a state outlives.
+ * Products are the table's gemm, in f32; the threads share heads. The backward walks chunks from the last one. The
+ * states that they begin with are computed again: first those of every run of chunks, about a square root of them, then
+ * those of one run. S' is S plus a product with e^G_l - 1 where that is small: the rounding of a factor near 1 would
+ * add up over all chunks that a state outlives.
  */
 #ifndef UPIPE_CPU_LINEAR_H
 #define UPIPE_CPU_LINEAR_H
@@ -296,8 +296,8 @@ UPI_CPU_KERNEL void upi_linear_rest(upi_linear_worker *w, int l, int d)
         }
 }
 
-/* Gradients through x = (a product) * D below the diagonal, or with it: *x becomes the product's, from that of x in `sign *
- * x`, times beta where that is given; dsums gets what reaches G, and dbeta what reaches beta. */
+/* Gradients through x = (a product) * D below the diagonal, or with it: *x becomes the product's, from that of x in
+ * `sign * x`, times beta where that is given; dsums gets what reaches G, and dbeta what reaches beta. */
 UPI_CPU_KERNEL void upi_linear_unmask(upi_linear_worker *w, float *x, const float *product, int l,
                                       int diagonal, float sign, int times_beta)
 {

@@ -680,9 +680,9 @@ UPI_INLINE upipe_view upi_norm_heads(upipe_view v, int32_t head, int32_t heads)
     return v;
 }
 
-/* An item's tokens are one partial sum of dweight. It adds them in the order of the tokens, whatever the threads: an item waits for its turn at each piece of it,
- * and the items before it are then one piece further. In between, each works on its own tokens, which lie in
- * its caches. */
+/* An item's tokens are one partial sum of dweight. It adds them in the order of the tokens, whatever the threads: an
+ * item waits for its turn at each piece of it, and the items before it are then one piece further. In between, each
+ * works on its own tokens, which lie in its caches. */
 UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
                                            const float *weight, float eps, float *dweight, int accumulate)
 {

@@ -1,7 +1,7 @@
 /* upipe_cpu_train.h -- what a model needs around its attention        backend cpu, includes cpu_rows
  *
- * Fills the table's add, scale, swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links with the
- * math library.
+ * Fills the table's add, scale, swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links
+ * with the math library.
  *
  *     upi_cpu_swiglu(...)            y [n][h][d] = silu(gate) * up
  *     upi_cpu_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient

@@ -69,7 +69,8 @@ UPIPE_API upipe_status upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_
     return UPIPE_OK;
 }
 
-/* Defines, with C linkage, upipe_status function(upipe_ops *ops, upipe_cuda *device, upipe_err *e), which calls fill. */
+/* Defines, with C linkage, upipe_status function(upipe_ops *ops, upipe_cuda *device, upipe_err *e), which calls
+ * fill. */
 #define UPIPE_EXPORT_OPS(function, fill)                                                       \
     extern "C" upipe_status function(struct upipe_ops *ops, upipe_cuda *device, upipe_err *e); \
     extern "C" upipe_status function(struct upipe_ops *ops, upipe_cuda *device, upipe_err *e)  \

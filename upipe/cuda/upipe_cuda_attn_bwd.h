@@ -85,8 +85,8 @@ template <int D, int N> UPI_DEVICE void upi_cuda_attn_dots(float s[N][4], uint32
     }
 }
 
-/* out [16][8 N] += x [16][16] times 16 rows of a tile, of which `shares` warps take two tiles of 8 columns each in turn; `b`
- * is what this lane loads of its first columns. */
+/* out [16][8 N] += x [16][16] times 16 rows of a tile, of which `shares` warps take two tiles of 8 columns each in
+ * turn; `b` is what this lane loads of its first columns. */
 template <int N, int SHARES>
 UPI_DEVICE void upi_cuda_attn_times(float out[N][4], const uint32_t x[4], uint32_t b)
 {

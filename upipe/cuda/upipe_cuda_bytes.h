@@ -75,8 +75,8 @@ UPIPE_API size_t upi_cuda_attn_sums_bytes(const upipe_attn *a)
     return upipe_mul(&bytes, a->q.n, (int64_t)a->q.h * a->q.d * 4) ? (size_t)bytes : SIZE_MAX;
 }
 
-/* Entry of the table. Forward: what the queries of a masked call see, and the order of its blocks. Backward: as above; in f32, the tables
- * of both sides. SIZE_MAX where the bytes leave 63 bits. */
+/* Entry of the table. Forward: what the queries of a masked call see, and the order of its blocks. Backward: as above;
+ * in f32, the tables of both sides. SIZE_MAX where the bytes leave 63 bits. */
 UPIPE_API size_t upi_cuda_attn_bytes(const struct upipe_ops *ops, const upipe_attn *a, int backward)
 {
     const int masked = upi_cuda_attn_masked(a), f32 = a->q.dtype == UPIPE_F32;

@@ -1,7 +1,7 @@
 /* upipe_cuda_gemm.h -- matrix products by cuBLAS        backend cuda, includes cuda_device, check; C and C++
  *
- * Fills the table's gemm; upipe_cuda_bytes.h has gemm_bytes. Operands f32 and out f32, or operands bf16 and out bf16 or f32; sums
- * are f32 throughout, without TF32. Other mixes of types are refused. Strides between rows are at least their
+ * Fills the table's gemm; upipe_cuda_bytes.h has gemm_bytes. Operands f32 and out f32, or operands bf16 and out bf16 or
+ * f32; sums are f32 throughout, without TF32. Other mixes of types are refused. Strides between rows are at least their
  * length.
  *
  * cuBLAS counts by columns: what is a row-major matrix [n][d] here is there a column-major one of d rows, d

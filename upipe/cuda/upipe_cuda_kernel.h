@@ -18,8 +18,8 @@
 
 typedef uint16_t upi_bf16; /* storage alone */
 
-/* Of --use_fast_math, -ftz=true and -prec-div=false no macro tells: what is no instruction fails the assembler there, and
- * is gone before it elsewhere. */
+/* Of --use_fast_math, -ftz=true and -prec-div=false no macro tells: what is no instruction fails the assembler there,
+ * and is gone before it elsewhere. */
 #if defined(__NVCC__) && defined(__CUDA_ARCH__)
 extern "C" __device__ int __nvvm_reflect(const char *name);
 static __device__ __forceinline__ void upi_need_ieee(void)
@@ -193,9 +193,9 @@ UPI_DEVICE void upi_hang(const char *what, uint32_t which, uint32_t value)
 
 #endif
 
-/* Inside every loop that waits for other threads; `tries` is the loop's own int, 0 before it. Where the unit is compiled
- * with -DUPIPE_CUDA_WATCHDOG=N, N turns in vain end the kernel with a line that says who waited for what: a hang of a
- * kernel that has met no such device yet becomes a sentence. */
+/* Inside every loop that waits for other threads; `tries` is the loop's own int, 0 before it. Where the unit is
+ * compiled with -DUPIPE_CUDA_WATCHDOG=N, N turns in vain end the kernel with a line that says who waited for what: a
+ * hang of a kernel that has met no such device yet becomes a sentence. */
 #ifdef UPIPE_CUDA_WATCHDOG
 #define UPI_WATCH(tries, what, which, value) \
     (++(tries) < UPIPE_CUDA_WATCHDOG ? (void)0 : upi_hang(what, which, value))

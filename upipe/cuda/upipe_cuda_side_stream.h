@@ -14,8 +14,8 @@
  * of the previous stage. So it overlaps with that attention even if the transport's wait blocks the host. The
  * two streams synchronize by events alone, so all of it can be captured into a graph.
  *
- * What overlaps needs free multiprocessors. A stream of the greatest priority gets what blocks of attention leave as they
- * end; blocks that stay for the whole call, of the forward on 9.0, leave nothing but upipe_cuda.margin.
+ * What overlaps needs free multiprocessors. A stream of the greatest priority gets what blocks of attention leave as
+ * they end; blocks that stay for the whole call, of the forward on 9.0, leave nothing but upipe_cuda.margin.
  */
 #ifndef UPIPE_CUDA_SIDE_STREAM_H
 #define UPIPE_CUDA_SIDE_STREAM_H

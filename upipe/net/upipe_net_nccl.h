@@ -11,9 +11,9 @@
  * Data. A transfer is one group of ncclSend and ncclRecv on ctx->stream, one pair a block, or one
  * ncclAlltoAll where the list is an all-to-all of equal parts that are contiguous in both buffers. Blocks are
  * never merged: NCCL matches messages by size, and the peer's blocks may have gaps where these have none.
- * What a rank sends itself is a copy of the compute table. An all-gather of numbers, or a barrier, is an ncclAllGather of
- * 288 bytes a rank through memory that init has allocated. One of equal slices (upipe_slices_gather) is an ncclAllGather
- * too, without copy engines.
+ * What a rank sends itself is a copy of the compute table. An all-gather of numbers, or a barrier, is an ncclAllGather
+ * of 288 bytes a rank through memory that init has allocated. One of equal slices (upipe_slices_gather) is an
+ * ncclAllGather too, without copy engines.
  *
  * In the stream's order. wait returns when the transfer is enqueued: what the host enqueues on ctx->stream
  * afterwards comes behind it, and the host runs ahead of the device by up to UPIPE_NCCL_AHEAD operations. A block
@@ -35,8 +35,8 @@
  *
  * Copy engines can move all-to-alls without multiprocessors: upipe_net_nccl_copy.h.
  *
- * Graphs. Where ctx->stream is captured, a transfer is captured with it. An all-gather and a barrier make the host wait, and
- * are refused: calls that compare ranks (upipe_comm_agree) come before the capture, in one pass, or in two
+ * Graphs. Where ctx->stream is captured, a transfer is captured with it. An all-gather and a barrier make the host
+ * wait, and are refused: calls that compare ranks (upipe_comm_agree) come before the capture, in one pass, or in two
  * where layers of several kinds alternate. All ranks launch their graphs in the same order; upipe_nccl_sync
  * waits for them under the deadline. The counts of bytes are those of the capture.
  *
@@ -45,8 +45,8 @@
  * all-gather detects it: it carries number and kind of the call, and returns MISMATCH on all ranks.
  *
  * Deadline. It counts from the moment when a call sees that the stream has reached the transfer: work that was
- * enqueued before is this rank's own. In a blocking communicator NCCL itself waits for peers without a deadline, when two ranks
- * first communicate: where a peer may be missing from the start, make it non-blocking.
+ * enqueued before is this rank's own. In a blocking communicator NCCL itself waits for peers without a deadline, when
+ * two ranks first communicate: where a peer may be missing from the start, make it non-blocking.
  *
  * Failures. TIMEOUT names no rank, as NCCL does not report which one is missing. ABORTED: a rank has aborted,
  * or NCCL reports a remote error. BACKEND: NCCL's text, or the CUDA runtime's. The communicator is then freed

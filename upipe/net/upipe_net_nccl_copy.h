@@ -17,9 +17,9 @@
  * multiprocessor. If any differ, all ranks send and receive in a group. All of this happens in wait, and the data move
  * on a stream of the transport: what the host enqueues on ctx->stream between start and wait runs at the same time. In
  * wait the host waits for the other hosts, and for no device. All-gathers of numbers and barriers then go through the
- * same memory, so that different calls are MISMATCH as before, and a rank that fails tells the others. ncclCommAbort does
- * not end a copy engine that waits for a peer's; after the comparison that can happen only if a rank dies, or its device
- * fails, before it has come to the transfer. In a graph every transfer is a group.
+ * same memory, so that different calls are MISMATCH as before, and a rank that fails tells the others. ncclCommAbort
+ * does not end a copy engine that waits for a peer's; after the comparison that can happen only if a rank dies, or its
+ * device fails, before it has come to the transfer. In a graph every transfer is a group.
  */
 #ifndef UPIPE_NET_NCCL_COPY_H
 #define UPIPE_NET_NCCL_COPY_H

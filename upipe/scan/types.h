@@ -133,8 +133,8 @@ UPIPE_API size_t upipe_scan_bwd_bytes(const upipe_scan *s)
     return 2 * upipe_scan_fwd_bytes(s);
 }
 
-/* Whether something goes from this rank to the one behind it (`at` is that one), or into this rank from the one before it
- * (`at` is this rank), and leaves the rank: with a carry also between the last rank and rank 0. */
+/* Whether something goes from this rank to the one behind it (`at` is that one), or into this rank from the one before
+ * it (`at` is this rank), and leaves the rank: with a carry also between the last rank and rank 0. */
 UPIPE_API int upi_scan_leaves(const upipe_scan *s, int at, int carried)
 {
     const int ranks = upi_scan_ranks(s);

@@ -4,8 +4,8 @@
 
 #include "types.h"
 
-/* What attention reads and needs, forward and backward: the queries of stages i .. i + width - 1 in their slots, K', V',
- * scratch, and the place of its results, st->sums.
+/* What attention reads and needs, forward and backward: the queries of stages i .. i + width - 1 in their slots, K',
+ * V', scratch, and the place of its results, st->sums.
  *   sum   bytes of a stage's results in f32, in a ring; 0: they replace Q in the send buffer */
 UPIPE_API upipe_status upi_attend_begin(upipe_ctx *c, upipe_attend *a, upipe_kv_block *own,
                                         const upipe_pass *f, int i, upi_stage_buffers *st, size_t sum,

@@ -99,8 +99,8 @@ UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, cons
     return UPIPE_OK;
 }
 
-/* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. post: the gradient of the
- * MLP's product with w_down where a norm or a factor follows. */
+/* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. post: the gradient
+ * of the MLP's product with w_down where a norm or a factor follows. */
 typedef struct upi_tiles_buf {
     void *norm, *wide[3], *post, *sum, *work;
 } upi_tiles_buf;

@@ -1,4 +1,4 @@
-/* ahead.h -- a unit's parameters gathered on the side stream, and the end of a failed call       part of upipe_zero.h */
+/* ahead.h -- a unit's parameters gathered on the side stream, and the end of a failed call      part of upipe_zero.h */
 #ifndef UPIPE_ZERO_AHEAD_H
 #define UPIPE_ZERO_AHEAD_H
 

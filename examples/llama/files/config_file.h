@@ -21,7 +21,8 @@ enum { LLAMA_CONFIG_BYTES_MAX = 1 << 20 /* of a config.json */ };
 
 /* ---- a value ---- */
 
-/* A whole number that the flag may say, from 1 on unless it may be 0; absent is `otherwise`, or refused if that is 0. */
+/* A whole number that the flag may say, from 1 on unless it may be 0; absent is `otherwise`, or refused if that is
+ * 0. */
 static inline int llama_config_count(int64_t *out, const json_t *root, const char *key, const char *flag,
                                      int64_t otherwise, const char *path, upipe_err *err)
 {
@@ -106,7 +107,8 @@ static inline int llama_config_list(const json_t **out, const llama_config *c, c
 
 /* ---- RoPE ---- */
 
-/* rope_scaling or its successor rope_parameters, which says the same in one file; NULL in *out: neither says anything. */
+/* rope_scaling or its successor rope_parameters, which says the same in one file; NULL in *out: neither says
+ * anything. */
 static inline int llama_config_rope_object(const json_t **out, const char **key, const json_t *root,
                                            const char *path, upipe_err *err)
 {

@@ -281,7 +281,8 @@ static inline void data_probe_body(void *user)
     }
 }
 
-/* data_probe -- the hash of a few parts, for processes that would all have to read it. 0, or -1 with the sentence out */
+/* data_probe -- the hash of a few parts, for processes that would all have to read it. 0, or -1 with the sentence
+ * out */
 static inline int data_probe(corpus *d, uint64_t *hash)
 {
     data_scan_call c;

@@ -55,7 +55,8 @@ static inline void field_set(flag_kind kind, void *at, int64_t number)
         *(int *)at = (int)number;
 }
 
-/* As JSON has it, of an array the first. Of a real decimals that give it back, with a point or an exponent: Python is to read a float. */
+/* As JSON has it, of an array the first. Of a real decimals that give it back, with a point or an exponent: Python is
+ * to read a float. */
 static inline const char *field_text(char out[FIELD_TEXT], const field *f, const void *of)
 {
     const void *at = (const char *)of + f->at;

@@ -7,8 +7,8 @@
  *     if (mapped_changed(&m)) ...                     what was read may not be what it was
  *     mapped_close(&m);
  *
- * The system sends SIGBUS to a thread that reads what a file has lost, or what its disk does not give back: mapped_read is
- * where it goes on then. body allocates nothing that only it knows.
+ * The system sends SIGBUS to a thread that reads what a file has lost, or what its disk does not give back: mapped_read
+ * is where it goes on then. body allocates nothing that only it knows.
  */
 #ifndef LLAMA_MAPPED_H
 #define LLAMA_MAPPED_H

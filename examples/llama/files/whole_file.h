@@ -31,8 +31,8 @@ static inline int llama_config_lost(upipe_err *err, upipe_status s, const char *
     return -1;
 }
 
-/* The bytes of a whole small file, with a 0 behind them; free() it. NULL with a sentence, whose status is MEMORY, BACKEND
- * where the file cannot be read, or ARG where it is too long. */
+/* The bytes of a whole small file, with a 0 behind them; free() it. NULL with a sentence, whose status is MEMORY,
+ * BACKEND where the file cannot be read, or ARG where it is too long. */
 static inline char *llama_file(const char *path, size_t most, size_t *bytes, upipe_err *err)
 {
     const char *why = NULL;

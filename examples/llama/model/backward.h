@@ -55,8 +55,8 @@ static inline upipe_status model_loss_bwd(model_rank *r, upipe_view x, float sca
     return UPIPE_OK;
 }
 
-/* The row of the padding's token as it was before or, with `back`, again: its own uses give it no gradient, as in PyTorch's
- * padding_idx. What a tied head has added to it stays. */
+/* The row of the padding's token as it was before or, with `back`, again: its own uses give it no gradient, as in
+ * PyTorch's padding_idx. What a tied head has added to it stays. */
 static inline upipe_status model_embed_pad(model_rank *r, upipe_view table, void **row, int back)
 {
     upipe_view one;
@@ -69,9 +69,9 @@ static inline upipe_status model_embed_pad(model_rank *r, upipe_view table, void
     return back ? upipe_mem_free(r->c->mem, *row, &r->c->err) : UPIPE_OK;
 }
 
-/* The gradient of the embedding, unless that is frozen, from g, that of the first layer's input, whose block goes back to
- * the pool. Where a rank holds no whole gradient until now, and in segments little else, g waits in the second pool and is
- * read by tiles. */
+/* The gradient of the embedding, unless that is frozen, from g, that of the first layer's input, whose block goes back
+ * to the pool. Where a rank holds no whole gradient until now, and in segments little else, g waits in the second pool
+ * and is read by tiles. */
 static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
 {
     const llama_config *config = &r->m->layout->config;
@@ -106,7 +106,8 @@ static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
 
 /* ---- layers ---- */
 
-/* g += the gradient dn through the attention half's norm of x, or dn where it has none; x lies in the second pool if it is `away`. */
+/* g += the gradient dn through the attention half's norm of x, or dn where it has none; x lies in the second pool if it
+ * is `away`. */
 static inline upipe_status model_norm_bwd(model_rank *r, int64_t layer, upipe_view g, upipe_view dn,
                                           upipe_view x, int away)
 {
@@ -180,7 +181,8 @@ static inline upipe_status model_between(model_rank *r, attention *a, upipe_view
     return UPIPE_OK;
 }
 
-/* dy, a block taken here, = the gradient of O * Wo^T from that of what it is changed to; for a norm O * Wo^T is made again. */
+/* dy, a block taken here, = the gradient of O * Wo^T from that of what it is changed to; for a norm O * Wo^T is made
+ * again. */
 static inline upipe_status model_change_bwd(model_rank *r, attention *a, upipe_view *dy, upipe_view g)
 {
     int i;

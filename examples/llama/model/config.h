@@ -40,7 +40,8 @@ typedef struct llama_config {
     int64_t window; /* a token sees so many, its own included; 0 = all up to it */
     int64_t pad;    /* 1 + the token whose row of the embedding gets no gradient from it; 0 = none */
     int64_t family; /* row of llama_families */
-    /* Factors of what the embedding gives, of both halves' results and of scores; what logits are divided by. 0: none */
+    /* Factors of what the embedding gives, of both halves' results and of scores; what logits are divided by. 0:
+     * none */
     double embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling;
     int rope_type, rope_untruncated;
     double rope_partial; /* the part of a head that turns; 0 = all */

@@ -160,7 +160,8 @@ static inline upipe_status model_loss_fwd(model_rank *r, upipe_view x)
     return UPIPE_OK;
 }
 
-/* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory; the head's weights have begun */
+/* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory; the head's weights have
+ * begun */
 static inline upipe_status model_logits(model_rank *r, upipe_view logits, upipe_view x)
 {
     const llama_config *config = &r->m->layout->config;

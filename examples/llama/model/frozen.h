@@ -2,8 +2,8 @@
  *
  *     if (llama_freeze(&layout, "model.layers.*.self_attn.*,lm_head.weight", &err)) ...
  *
- * A frozen tensor has neither gradient nor states of the optimizer. So the layout's groups are those of what is trained,
- * and what is frozen lies in groups of its own, cut into the same units: a unit's weights are two blocks.
+ * A frozen tensor has neither gradient nor states of the optimizer. So the layout's groups are those of what is
+ * trained, and what is frozen lies in groups of its own, cut into the same units: a unit's weights are two blocks.
  */
 #ifndef LLAMA_FROZEN_H
 #define LLAMA_FROZEN_H

@@ -6,8 +6,8 @@
  *
  * The tensors lie in two groups, each one flat array: weights (matrices, of the storage type; embed, then wq
  * wk wv wo gate up down of every layer, then the head unless it is the embedding) and vectors (f32; norm1, q_norm
- * and k_norm, the biases bq bk bv bo, norm2, the halves' post_norm1 and post_norm2 of every layer, then the last norm; what
- * the model has of these).
+ * and k_norm, the biases bq bk bv bo, norm2, the halves' post_norm1 and post_norm2 of every layer, then the last norm;
+ * what the model has of these).
  */
 #ifndef LLAMA_LAYOUT_H
 #define LLAMA_LAYOUT_H
@@ -80,7 +80,8 @@ typedef struct llama_layout {
     llama_config config;
     llama_tensor *tensors; /* [n]: the weights group in its order, then the vectors */
     int n;
-    /* The same as files have them: a family may store neighbours of one unit as one tensor, their rows after each other. */
+    /* The same as files have them: a family may store neighbours of one unit as one tensor, their rows after each
+     * other. */
     llama_tensor *stored; /* [stored_n]; of a family that stores all alone, tensors */
     int stored_n;
     int64_t weights, vectors; /* elements of both groups */

@@ -9,8 +9,8 @@
  *
  *     dB += s * G * A^T,    dA += s * B^T * G
  *
- * Both are linear in G, so ranks sum adapters alone. The alternative, two small products beside each product with W, would
- * save the product for G, and the blocks of one unit; it would be a second path through each stage and tile.
+ * Both are linear in G, so ranks sum adapters alone. The alternative, two small products beside each product with W,
+ * would save the product for G, and the blocks of one unit; it would be a second path through each stage and tile.
  */
 #ifndef LLAMA_LORA_H
 #define LLAMA_LORA_H

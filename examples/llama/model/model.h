@@ -151,8 +151,8 @@ static inline int model_sharers(const model *m)
     return m->plan.desc.ranks * m->plan.desc.ring;
 }
 
-/* Ranks of the run, of all teams, rings and replicas, and this one of them: neighbours are a team, and replicas follow one
- * another. */
+/* Ranks of the run, of all teams, rings and replicas, and this one of them: neighbours are a team, and replicas follow
+ * one another. */
 static inline int model_world(const model *m)
 {
     return m->replicas * model_sharers(m);

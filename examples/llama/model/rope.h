@@ -2,8 +2,8 @@
  *
  *     llama_rates_make(&rates, &config, tokens);
  *
- * The formulas are those of transformers 5.23 (modeling_rope_utils.py), which makes f32 of them. Two types go by the longest
- * sequence: there by each call's, here by `tokens`, which is that of the training, once.
+ * The formulas are those of transformers 5.23 (modeling_rope_utils.py), which makes f32 of them. Two types go by the
+ * longest sequence: there by each call's, here by `tokens`, which is that of the training, once.
  */
 #ifndef LLAMA_ROPE_H
 #define LLAMA_ROPE_H

@@ -31,8 +31,8 @@ static inline int model_unit_kind(const model_rank *r, int unit)
     return unit % 2 != 0 ? MODEL_UNIT_ATTENTION : MODEL_UNIT_MLP;
 }
 
-/* The unit's weights can be read, by model_weight, until model_weights_end. Those of unit `next`, whose turn is next, may
- * be gathered meanwhile; -1: it is not known. */
+/* The unit's weights can be read, by model_weight, until model_weights_end. Those of unit `next`, whose turn is next,
+ * may be gathered meanwhile; -1: it is not known. */
 static inline upipe_status model_weights_begin(model_rank *r, int unit, int next)
 {
     const int kind = model_unit_kind(r, unit);
