@@ -362,7 +362,7 @@ static void check_load(const truth *t, const char *path, upipe_comm *team, int s
         if (z->dtype == UPIPE_BF16) memset(got.master, 0xff, states);
     }
     memset(&run, 0, sizeof run);
-    status = llama_load_weights(&c, path, &got);
+    status = llama_load_weights(&c, path, &got, NULL);
     CHECK_STATUS(status, UPIPE_OK, c.err);
     if (status == UPIPE_OK) {
         status = llama_load_optimizer(&c, path, &got, &run);
@@ -1127,7 +1127,7 @@ static upipe_status load_model(truth *t, int rank, int ranks, upipe_err *err)
     upipe_ctx c = alone();
     llama_state s = share_state(t, 1, rank, ranks);
     const upipe_zero *z = &s.zero[LLAMA_WEIGHTS];
-    upipe_status status = llama_load_weights(&c, dir, &s);
+    upipe_status status = llama_load_weights(&c, dir, &s, NULL);
     int unit;
     memcpy(t->weights, z->weights, (size_t)t->layout.weights * upipe_dtype_bytes(t->dtype));
     memcpy(t->vectors, s.zero[LLAMA_VECTORS].weights, (size_t)t->layout.vectors * 4);

@@ -592,6 +592,11 @@ def turned(a, columns):
     return [x for j in range(columns) for x in a[j::columns]]
 
 
+def floats(path):
+    """{name: (shape, numbers)} of a file of f32"""
+    return {name: (shape, array.array('f', data)) for name, (_, shape, data) in safetensors(path)[1].items()}
+
+
 def test_lora(folder):
     """Gradients of adapters are those of the merged matrices, in all that is trained, multiplied with the other one."""
     few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, 'data': 'window', **EVEN}
@@ -599,8 +604,7 @@ def test_lora(folder):
     write('window', read(BOOK)[:49]) # each step has the same tokens
 
     def stored(folder, step, name):
-        return {tensor: (shape, array.array('f', data))
-                for tensor, (_, shape, data) in safetensors(f'{folder}/checkpoint-{step}/{name}.safetensors')[1].items()}
+        return floats(f'{folder}/checkpoint-{step}/{name}.safetensors')
 
     quiet(given(**few, steps=0, save='base'), folder, 'the base')
     loaded = {**{key: few[key] for key in ('tokens', 'clip', 'data')}, **EVEN, 'layers': None}
@@ -657,6 +661,76 @@ def test_lora(folder):
     failed(folder, given(lora='2', train='*norm*'), 1, ['--lora', '--train would have no effect'])
     for words in ['0', '1025', 'x', '2:0', '2:x', '2:8:', '2:8:q,w', '2:8:q,', '2:8:' + 'q,' * 40 + 'q']:
         failed(folder, given(lora=words), 1, ['--lora is RANK:ALPHA:TARGETS'])
+
+
+def test_adapter(folder):
+    """PEFT's files: what a checkpoint has; read, merged, continued; and what is refused of them."""
+    few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2}
+    quiet(given(**few, steps=0, save='base'), folder, 'the base')
+    loaded = {'tokens': 48, 'layers': None, 'load': 'base'}
+    peft = 'base_model.model.'
+    for what, flags in [('f32', {}), ('bf16', {'dtype': 'bf16', 'ranks': 3, 'zero': 3, 'offload_optimizer': True})]:
+        flags = {**loaded, **flags}
+        good(folder, f'adapter, {what}', **flags, lora='4:6:q,o,down', lr=0.1, save='all' + what, save_adapter='some/' + what)
+        kept = floats(f'all{what}/checkpoint-4/{"model" if what == "f32" else "optimizer"}.safetensors')
+        kept = {name.removeprefix('master.'): t for name, t in kept.items() if '.lora_' in name and 'exp_avg' not in name}
+        saved = floats(f'some/{what}/adapter_model.safetensors')
+        check(saved == {peft + name: t for name, t in kept.items()}, f'adapter, {what}: not the numbers of the checkpoint')
+        quiet(given(**flags, load_adapter='some/' + what, steps=0, save_adapter='again' + what), folder, f'adapter, {what}: again')
+        for name in sorted(os.listdir('some/' + what)):
+            check(read(f'again{what}/{name}') == read(f'some/{what}/{name}'), f'adapter, {what}: {name} is not what was read')
+    equal(sorted(os.listdir('some/f32')), ['adapter_config.json', 'adapter_model.safetensors'], 'adapter: files')
+    config = load('some/f32/adapter_config.json')
+    for key, value in {'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': 4, 'lora_alpha': 6, 'bias': 'none', 'lora_dropout': 0,
+                       'target_modules': ['q_proj', 'o_proj', 'down_proj']}.items():
+        equal(config.get(key), value, f'adapter: {key}')
+    adapted = {**loaded, 'load_adapter': 'some/f32'}
+    quiet(given(**adapted, merge=True, steps=0, save='merged', ranks=3, zero=3), folder, 'merging')
+    base, merged = (floats(f'{name}/checkpoint-0/model.safetensors') for name in ('base', 'merged'))
+    saved = floats('some/f32/adapter_model.safetensors')
+    equal(merged.keys(), base.keys(), 'merged: names')
+    for name, (shape, numbers) in base.items():
+        a, b = (saved.get(peft + name.replace('weight', f'lora_{which}.weight')) for which in 'AB')
+        want = [w + 6 / 4 * x for w, x in zip(numbers, product(b[1], a[1], shape[1]))] if a else numbers
+        check(not a or merged[name] != base[name], f'merged: {name} has not changed')
+        check(all(abs(x - y) <= 2**-23 * abs(y) for x, y in zip(merged[name][1], want)), f'merged: {name}')
+    write('ids.npy', npy(read(BOOK)[:40]))
+    for out, flags in [('one', {'load': 'merged'}), ('two', {'load': 'base', 'load_adapter': 'some/f32'}), ('base', {'load': 'base'})]:
+        quiet(words_of({**flags, 'ids': 'ids.npy', 'out': out + '.npy'}), folder, 'logits', LOGITS)
+    check(read('one.npy') == read('two.npy') != read('base.npy'), 'logits of merged weights, and merged as they are read')
+    one = good(folder, 'adapter, trained on', **adapted, steps=1)
+    equal(one['config']['lora'], '4:6:q,o,down', 'adapter: trained on')
+    for what, flags in [('merged', {'load': 'merged'}), ('merged as it is read', {'merge': True, 'lora': '2'})]:
+        near(good(folder, what, **{**adapted, 'load_adapter': None if 'load' in flags else 'some/f32', **flags}, steps=1)['loss'],
+             one['loss'], 1e-6, f'{what}: the loss of the adapter')
+
+    def put(change):
+        write('bad/adapter_config.json', json.dumps({**config, **change}).encode())
+
+    shutil.copytree('some/f32', 'bad')
+    for change, words in [({'use_dora': True}, 'use_dora is set, and not built'), ({'use_rslora': True}, 'use_rslora'),
+                          ({'modules_to_save': ['lm_head']}, 'modules_to_save'), ({'rank_pattern': {'q_proj': 2}}, 'rank_pattern'),
+                          ({'alpha_pattern': {'q_proj': 2}}, 'alpha_pattern'), ({'fan_in_fan_out': True}, 'fan_in_fan_out'),
+                          ({'bias': 'all'}, 'bias is all; only none is built'), ({'peft_type': 'IA3'}, 'peft_type is IA3; only LORA'),
+                          ({'task_type': 'SEQ_CLS'}, 'task_type is SEQ_CLS'), ({'init_lora_weights': 'pissa'}, 'init_lora_weights is pissa'),
+                          ({'r': 0}, 'r is not a whole number'), ({'r': 4.0}, 'r is not a whole number'), ({'lora_alpha': 0}, 'lora_alpha is not'),
+                          ({'lora_alpha': None}, 'lora_alpha is not'), ({'target_modules': 'all-linear'}, 'target_modules is no list'),
+                          ({'target_modules': ['fc1']}, 'has fc1, which is no projection'), ({'target_modules': [1]}, 'what is no string'),
+                          ({'r': 3}, 'lora_A.weight has 2 dimensions, 4 x 32, not 2, 3 x 32'),
+                          ({'target_modules': ['q_proj', 'v_proj']}, 'v_proj.lora_A.weight is missing'),
+                          ({'target_modules': ['q_proj']}, 'has 12 tensors, not the 4')]:
+        put(change)
+        failed(folder, given(**loaded, load_adapter='bad'), 1, [words])
+    put({'lora_dropout': 0.1, 'init_lora_weights': 'gaussian', 'use_dora': None, 'peft_version': '1', 'later': []})
+    same(good(folder, 'what changes nothing', **{**adapted, 'load_adapter': 'bad'}, steps=1), one, 'what changes nothing')
+    write('bad/adapter_config.json', b'[]')
+    failed(folder, given(**loaded, load_adapter='bad'), 1, ['is not a JSON object'])
+    failed(folder, given(**loaded, load_adapter='nothing'), 1, ['adapter_config.json', 'cannot be read'])
+    for status, words, flags in [(2, '--load-adapter wants --load', {**few, 'load_adapter': 'some/f32'}), (2, '--merge wants', {**loaded, 'merge': True}),
+                                 (2, '--lora would have no effect', {**adapted, 'lora': '2'}), (2, '--train would', {**adapted, 'train': '*'}),
+                                 (1, '--save-adapter wants', {**loaded, 'save_adapter': 'x'}), (1, 'File exists', {**adapted, 'save_adapter': 'base'}),
+                                 (1, 'would replace a file', {**adapted, 'json': 'some/f32/adapter_config.json'})]:
+        failed(folder, given(**flags), status, [words])
 
 
 def test_reduce_dtype(folder):
@@ -1757,6 +1831,6 @@ def test_sample(folder):
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
-                       test_zero, test_prefetch, test_frozen, test_lora, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
+                       test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

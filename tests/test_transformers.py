@@ -4,12 +4,13 @@
 Small random models that transformers has saved: Qwen2, and Llama and Qwen3 with biases of all four projections; Llama
 with every type of RoPE, whose rates are held to transformers' own to 1e-6. Loss, logits and the gradient of every tensor are
 compared with PyTorch in double precision; errors are held to those of transformers in f32, by the rule of lib/tolerance.h.
-Losses of trainings, one of them at 4k with YaRN, are PyTorch's. What train saves, transformers reads. Where no Python here has
-both packages the test is left out (status 77).
+Losses of trainings, one of them at 4k with YaRN, are PyTorch's, and so are gradients of an adapter, in PEFT's files. What
+train saves, transformers reads. Where no Python here has both packages the test is left out (status 77).
 """
 
 import contextlib
 import copy
+import json
 import os
 import struct
 import sys
@@ -23,6 +24,7 @@ os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'TQDM_DISABLE
 try:
     import torch
     import transformers
+    from safetensors.torch import save_file
     if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
         raise ImportError('rope_parameters came with 5')
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -304,6 +306,68 @@ def test_packed(name, more, ids, folder):
         check_losses(f'packed {name} {" ".join(way)}, each of {BATCH} replicas, ZeRO {zero}', got['loss'], losses)
 
 
+class Adapted(torch.nn.Module):
+    """A projection and its adapter as two small products beside it."""
+
+    def __init__(self, base, rank, scale):
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.lora_A = torch.nn.Parameter(torch.randn(rank, base.in_features, dtype=base.weight.dtype) / 10)
+        self.lora_B = torch.nn.Parameter(torch.randn(base.out_features, rank, dtype=base.weight.dtype) / 10)
+
+    def forward(self, x):
+        return self.base(x) + self.scale * (x @ self.lora_A.T @ self.lora_B.T)
+
+
+def test_adapter(ids, folder):
+    """Losses and gradients of an adapter of two products in three steps, and logits with it, in f64."""
+    rank, alpha, steps, eps = 4, 6, 3, 1e-3  # with it the update is a smooth function of the gradient
+    model = make_model('Llama', {'tie_word_embeddings': True})
+    model.save_pretrained(os.path.join(folder, 'base'))
+    exact = widened(model).requires_grad_(False)
+    for layer in exact.model.layers:
+        for part, names in ((layer.self_attn, ('q_proj', 'o_proj')), (layer.mlp, ('gate_proj', 'down_proj'))):
+            for name in names:
+                setattr(part, name, Adapted(getattr(part, name), rank, alpha / rank))
+    adapter = {name + '.weight': p for name, p in exact.named_parameters() if '.lora_' in name}
+    with torch.no_grad():
+        for p in adapter.values():
+            p.copy_(p.float())  # as the file has it
+    os.mkdir(os.path.join(folder, 'adapter'))
+    save_file({'base_model.model.' + name: p.detach().float().contiguous() for name, p in adapter.items()},
+              os.path.join(folder, 'adapter', 'adapter_model.safetensors'))
+    write(os.path.join(folder, 'adapter', 'adapter_config.json'),
+          json.dumps({'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': rank, 'lora_alpha': alpha, 'use_dora': False,
+                      'target_modules': ['q_proj', 'o_proj', 'gate_proj', 'down_proj']}))
+    run(LOGITS, folder, '--load', 'base', '--load-adapter', 'adapter', '--ids', 'ids.npy', '--out', 'out.npy')
+    wanted = exact(ids[None, :-1], use_cache=False).logits[0].detach()
+    near('adapter: logits', read_npy(os.path.join(folder, 'out.npy')), wanted)
+    for number, way in enumerate(WAYS[1::2]):
+        save = f'adapted{number}'
+        numbers = train_losses(folder, way, '--load', 'base', '--load-adapter', 'adapter', '--data', 'window', '--tokens', TOKENS,
+                               '--beta1', 0, '--adam-eps', eps, '--steps', steps, '--save', save, '--save-every', 1, '--keep', 0)
+        tested = copy.deepcopy(exact)
+        trained = {name + '.weight': p for name, p in tested.named_parameters() if '.lora_' in name}
+        adamw = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.0, 0.95), eps=eps, weight_decay=DECAY)
+        losses = []
+        for step in range(steps):
+            tested.zero_grad()
+            loss = torch.nn.functional.cross_entropy(tested(ids[None, :-1], use_cache=False).logits[0], ids[1:])
+            loss.backward()
+            losses.append(loss.item())
+            got = read_tensors(os.path.join(folder, save, f'checkpoint-{step + 1}', 'optimizer.safetensors'))
+            equal({name[8:] for name in got if name.startswith('exp_avg.')}, set(trained), 'adapter: what is trained')
+            for name, p in trained.items():
+                near(f'adapter, {" ".join(way)}, step {step + 1}: the gradient of {name}', got['exp_avg.' + name], p.grad)
+            adamw.step()
+        check_losses(f'adapter, {" ".join(way)}', numbers['loss'], losses)
+
+
+def near(what, got, exact):
+    off, most = (got - exact).abs().max().item(), exact.abs().max().item()
+    check(got.shape == exact.shape and 0 < most and off <= 1e-5 * most, f'{what}, at most {most:.3g}, is off by {off:.3g}')
+
+
 def test_long(ids, folder):
     """Three steps at 4k of a model that YaRN extends from 512, in f64."""
     text = read(BOOK)[5000:5001 + 3 * LONG]
@@ -336,7 +400,7 @@ def main():
                             *((test_model, *model, [WAYS[(i + 1) % len(WAYS)]]) for i, model in enumerate(FAMILIES)),
                             *((test_rope, *one) for one in enumerate(ROPES)), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
                             (test_new, 'Llama', ['--attention-bias', 'qkvo', '--untied']),
-                            (test_packed, 'Llama', {'tie_word_embeddings': False}), (test_long,),
+                            (test_packed, 'Llama', {'tie_word_embeddings': False}), (test_adapter,), (test_long,),
                             (test_new, 'Llama', ['--rope-type', 'yarn', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Llama', ['--rope-type', 'dynamic', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Qwen3', ['--attention-bias', 'qkvo', '--qk-norm']), (test_new, 'Mistral', ['--window', '9'])]:

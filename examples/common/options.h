@@ -83,8 +83,9 @@ typedef struct options {
     int token_type, documents, shuffle;
     int64_t end_id; /* what end_token comes to; -1 = none */
 
-    const char *data, *eval, *json, *log, *trace, *dump, *save, *resume, *load, *ids, *out, *write_machine;
-    int check, keep, progress, schedule;
+    const char *data, *eval, *json, *log, *trace, *dump, *save, *resume, *load, *load_adapter, *save_adapter,
+        *ids, *out, *write_machine;
+    int check, keep, progress, schedule, merge;
     int64_t save_every, eval_every, decay, sample;
     const char *prompt, *stop_token;
     int64_t stop_id; /* what stop_token comes to; -1 = none */
@@ -344,6 +345,14 @@ static const flag_row flag_rows[] = {
      "otherwise; bit for bit on as many ranks"},
     {"load", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(load), 0, 0, NULL, FLAG_READ,
      "start from the weights of a Hugging Face folder, whose config.json says what the model is"},
+    {"load-adapter", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(load_adapter), 0, 0, NULL, FLAG_READ,
+     "train this adapter of the model of --load, in PEFT's format, in place of a new one: its config says what --lora would"},
+    {"load-adapter", "DIR", IN_LOGITS, in_files, FLAG_TEXT, AT(load_adapter), 0, 0, NULL, FLAG_READ,
+     "an adapter of the model in PEFT's format, merged into its matrices as they are read"},
+    {"merge", NULL, IN_TRAIN, in_files, FLAG_SWITCH, AT(merge), 0, 1, NULL, 0,
+     "merge --load-adapter into the weights as they are read, and train, or with --steps 0 save, a model without it"},
+    {"save-adapter", "DIR", IN_TRAIN, in_files, FLAG_TEXT, AT(save_adapter), 0, 0, NULL, FLAG_TRAINING,
+     "write the trained adapter in PEFT's format when the training ends, to a folder that is not there yet"},
     {"ignore-key", "NAME", IN_TRAIN | IN_LOGITS | IN_PLAN, in_files, FLAG_TEXTS, AT(ignore_key), 0, 0, NULL, 0,
      "read the model's config.json as if it had no key of this name, which is refused otherwise; may come 16 times"},
     {"calibrate", "FILE", IN_PLAN, in_files, FLAG_TEXTS, AT(calibrate), 0, 0, NULL, 0,

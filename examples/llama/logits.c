@@ -23,7 +23,8 @@
 typedef struct logits {
     options o;
     llama_layout layout;
-    upipe_ops ops; /* of the device, for plans */
+    llama_adapter adapter; /* of --load-adapter */
+    upipe_ops ops;         /* of the device, for plans */
     struct world net;
     char folder[LLAMA_PATH];
     void *weights, *vectors;           /* one copy for all ranks, which only read it: on the device */
@@ -256,6 +257,8 @@ static int logits_find(logits *g)
     if (llama_layout_init(&g->layout, &config) != 0)
         return cli_fail("the model's bytes leave 63 bits, or memory is out");
     if (llama_load_check(g->folder, &g->layout, &e) != 0) return cli_fail("%s", e.text);
+    if (g->o.load_adapter != NULL && llama_adapter_open(&g->adapter, g->o.load_adapter, &config, &e) != 0)
+        return cli_fail("%s", e.text);
     return ids_read(g);
 }
 
@@ -278,7 +281,7 @@ static int logits_load(logits *g)
     state.zero[LLAMA_VECTORS].weights = g->host_vectors;
     products_ops(&cpu);
     c.ops = &cpu;
-    s = llama_load_weights(&c, g->folder, &state);
+    s = llama_load_weights(&c, g->folder, &state, g->o.load_adapter != NULL ? &g->adapter : NULL);
     if (s == UPIPE_OK) s = device_resident(g->o.device, &g->weights, bytes, g->host_weights, &c.err);
     if (s == UPIPE_OK) s = device_resident(g->o.device, &g->vectors, vector_bytes, g->host_vectors, &c.err);
     return s == UPIPE_OK ? 0 : logits_fail(s, &c.err);
@@ -381,13 +384,16 @@ static int logits_check(const logits *g)
 /* A name that cannot be written, or that is another file's, is found before the work. */
 static int logits_reserve(const logits *g, files *all)
 {
+    const char *const folders[] = {g->folder, g->o.load_adapter};
     upipe_err e;
-    int reads, bad;
+    int reads, bad, i;
     if (!world_is_root(&g->net)) return 0;
     if (files_spare(g->o.out, "--ids", g->o.ids) != 0) return -1;
-    reads = llama_reads(g->folder, g->o.out, &e);
-    if (reads < 0) return cli_fail("%s", e.text);
-    if (reads) return cli_fail("%s would replace a file of the model in %s", g->o.out, g->folder);
+    for (i = 0; i < 2; ++i) {
+        reads = folders[i] != NULL ? llama_reads(folders[i], g->o.out, &e) : 0;
+        if (reads < 0) return cli_fail("%s", e.text);
+        if (reads) return cli_fail("%s would replace a file of the model in %s", g->o.out, folders[i]);
+    }
     files_begin(all);
     bad = files_reserve(all, g->o.out);
     files_abandon(all);
@@ -434,6 +440,7 @@ int main(int argc, char **argv)
         files_abandon(all);
         status = 1 + world_end(&g->net, status - 1); /* peers may access the result until here */
         llama_layout_free(&g->layout);
+        llama_adapter_close(&g->adapter);
         device_resident_free(g->o.device, g->weights, g->host_weights);
         device_resident_free(g->o.device, g->vectors, g->host_vectors);
         free(g->host_weights);

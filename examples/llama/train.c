@@ -74,11 +74,18 @@ static int find_position(run *u)
                     (long long)o->steps);
 }
 
-/* Its tensors, and which are trained. */
+/* Its tensors, and which are trained. An adapter that is not merged is. */
 static int find_layout(run *u)
 {
     upipe_err e;
     memset(&e, 0, sizeof e);
+    if (u->o.load_adapter != NULL) {
+        if (llama_adapter_open(&u->adapter, u->o.load_adapter, &u->config, &e) != 0)
+            return cli_fail("%s", e.text);
+        if (!u->o.merge) u->o.lora = u->adapter.flag;
+    }
+    if (u->o.save_adapter != NULL && u->o.lora == NULL)
+        return cli_fail("--save-adapter wants --lora or --load-adapter: no adapter is trained");
     if (llama_layout_trained(&u->layout, &u->config, u->o.train, u->o.lora, &e) != UPIPE_OK)
         return cli_fail("%s", e.text);
     if (u->from != NULL && !u->o.plan && llama_load_check(u->from, &u->layout, &e) != 0)

@@ -159,7 +159,7 @@ static void fuzz_index(void)
     llama_state_init(&state, &l, UPIPE_F32, 0, 0, 1);
     state.zero[LLAMA_WEIGHTS].weights = weights;
     state.zero[LLAMA_VECTORS].weights = vectors;
-    accepted(llama_load_weights(&c, folder, &state) != UPIPE_OK, &c.err);
+    accepted(llama_load_weights(&c, folder, &state, NULL) != UPIPE_OK, &c.err);
     llama_layout_free(&l);
 }
 

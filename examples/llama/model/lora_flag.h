@@ -6,18 +6,20 @@
 #include "frozen.h"
 
 enum { LLAMA_LORA_TEXT = 64, LLAMA_LORA_RANK_MAX = 1024 };
+#define LLAMA_LORA_ALPHA_MAX 1e6
+
+static const char *const llama_lora_names[LLAMA_LORAS] = {"q", "k", "v", "o", "gate", "up", "down"};
 
 /* The bits of names with commas between them; 0: one is none. */
 static inline unsigned llama_lora_targets(char *text)
 {
-    static const char *const names[LLAMA_LORAS] = {"q", "k", "v", "o", "gate", "up", "down"};
     unsigned bits = 0;
     char *end;
     int i;
     for (; text != NULL; text = end) {
         end = strchr(text, ',');
         if (end != NULL) *end++ = '\0';
-        for (i = 0; i < LLAMA_LORAS && strcmp(text, names[i]) != 0;) ++i;
+        for (i = 0; i < LLAMA_LORAS && strcmp(text, llama_lora_names[i]) != 0;) ++i;
         if (i == LLAMA_LORAS) return 0;
         bits |= 1u << i;
     }
@@ -38,7 +40,8 @@ static inline int llama_lora_parse(llama_lora *l, const char *text)
     l->targets = 1u << 0 | 1u << 2; /* q, v */
     if (number_whole(copy, &rank) != 0 || rank < 1 || rank > LLAMA_LORA_RANK_MAX) return -1;
     l->rank = (int)rank;
-    if (alpha != NULL && (number_real(alpha, &l->alpha) != 0 || !(l->alpha > 0 && l->alpha <= 1e6)))
+    if (alpha != NULL &&
+        (number_real(alpha, &l->alpha) != 0 || !(l->alpha > 0 && l->alpha <= LLAMA_LORA_ALPHA_MAX)))
         return -1;
     if (targets != NULL) l->targets = llama_lora_targets(targets);
     return l->targets != 0 ? 0 : -1;

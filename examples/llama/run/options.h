@@ -139,6 +139,12 @@ static inline int options_contradictions(const options *o)
         return cli_refuse(
             "--resume %s and --load %s contradict each other: the weights come from one of them", o->resume,
             o->load);
+    if (o->load_adapter != NULL && o->load == NULL)
+        return cli_refuse("--load-adapter wants --load, the model that %s adapts", o->load_adapter);
+    if (o->merge && o->load_adapter == NULL) return cli_refuse("--merge wants --load-adapter");
+    if (o->load_adapter != NULL && !o->merge && (o->lora != NULL || o->train != NULL))
+        return cli_refuse("--%s would have no effect: --load-adapter says what is trained, unless --merge",
+                          o->lora != NULL ? "lora" : "train");
     if (o->ignore_key.n > 0 && options_from(o) == NULL)
         return cli_refuse("--ignore-key would have no effect: no folder's config.json is read");
     for (i = 0; i < FLAG_ROWS && o->plan; ++i)

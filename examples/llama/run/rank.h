@@ -38,7 +38,9 @@ static inline upipe_status run_begin(const run *u, trainer *t)
     llama_run position;
     if (u->from == NULL || u->o.lora != NULL) UPIPE_TRY(initial_weights(t, (uint64_t)u->o.seed));
     if (u->from == NULL) return UPIPE_OK;
-    UPIPE_TRY(llama_load_weights(t->r.c, u->from, &t->state));
+    UPIPE_TRY(llama_load_weights(t->r.c, u->from, &t->state, u->o.merge ? &u->adapter : NULL));
+    if (u->o.load_adapter != NULL && !u->o.merge)
+        UPIPE_TRY(llama_load_adapter(t->r.c, &u->adapter, &t->state));
     if (u->o.resume == NULL) return UPIPE_OK;
     return llama_load_optimizer(t->r.c, u->from, &t->state, &position);
 }
@@ -166,7 +168,11 @@ static inline upipe_status run_write_sample(run *u, run_rank *k)
 static inline upipe_status run_finish(run *u, run_rank *k)
 {
     int phase;
-    if (k->last > 0 || u->o.steps == 0) UPIPE_TRY(run_save(u, &k->t, k->last, k->keep));
+    if (k->last > 0 || u->o.steps == 0) {
+        UPIPE_TRY(run_save(u, &k->t, k->last, k->keep));
+        if (u->o.save_adapter != NULL)
+            UPIPE_TRY(llama_save_adapter(&k->c, k->t.world, u->o.save_adapter, &k->t.state));
+    }
     k->events_n = k->p.mem.events_n;
     for (phase = 0; phase < MODEL_PHASES; ++phase) k->phase[phase] = k->p.mem.phase_peak[phase];
     k->peak = k->p.mem.peak;

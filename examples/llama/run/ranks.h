@@ -40,6 +40,7 @@ static inline void run_free(run *u)
     data_close(&u->text);
     data_close(&u->held);
     llama_layout_free(&u->layout);
+    llama_adapter_close(&u->adapter);
 }
 
 /* run_train -- after run_plan, with the text open: trains. 0, or -1 with the sentence out */

@@ -378,6 +378,14 @@ static int report_reserve_folder(run *u, const char *path)
         path, what, path, u->from);
 }
 
+/* The folder of --save-adapter is not there, and can be made. */
+static int report_reserve_adapter(const char *path)
+{
+    if (files_parents(NULL, path) != 0 || mkdir(path, 0777) != 0)
+        return cli_fail("--save-adapter %s: the folder cannot be made: %s", path, strerror(errno));
+    return rmdir(path) == 0 ? 0 : cli_fail("%s cannot be removed: %s", path, strerror(errno));
+}
+
 /* Nor one that it reads tokens of. */
 static int report_spare_tokens(const run *u, const char *path)
 {
@@ -396,12 +404,15 @@ static int report_spare_tokens(const run *u, const char *path)
 /* A result must not replace a file that the training starts from. */
 static int report_reserve_file(const run *u, files *all, const char *flag, const char *path)
 {
+    const char *const folders[] = {u->from, u->o.load_adapter};
     upipe_err e;
-    int reads;
+    int reads, i;
     if (path == NULL) return 0;
-    reads = u->from != NULL ? llama_reads(u->from, path, &e) : 0;
-    if (reads < 0) return cli_fail("%s", e.text);
-    if (reads) return cli_fail("--%s %s would replace a file of the model in %s", flag, path, u->from);
+    for (i = 0; i < 2; ++i) {
+        reads = folders[i] != NULL ? llama_reads(folders[i], path, &e) : 0;
+        if (reads < 0) return cli_fail("%s", e.text);
+        if (reads) return cli_fail("--%s %s would replace a file of the model in %s", flag, path, folders[i]);
+    }
     if (u->o.data != NULL && files_spare(path, "--data", u->o.data) != 0) return -1;
     return report_spare_tokens(u, path) != 0 ? -1 : files_reserve(all, path);
 }
@@ -412,6 +423,7 @@ static int report_reserve(run *u, files *all)
     int bad;
     if (!world_is_root(&u->net)) return 0;
     if (u->o.save != NULL && report_reserve_folder(u, u->o.save) != 0) return -1;
+    if (u->o.save_adapter != NULL && report_reserve_adapter(u->o.save_adapter) != 0) return -1;
     files_begin(all);
     bad = report_reserve_file(u, all, "json", u->o.json) != 0 ||
           report_reserve_file(u, all, "trace", u->o.trace) != 0 ||

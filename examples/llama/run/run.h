@@ -60,9 +60,10 @@ typedef struct run {
     options o;
     llama_config config;
     llama_layout layout;
-    upipe_ops ops;     /* of the device, for plans */
-    corpus text, held; /* of --eval; no windows: none */
-    int32_t *prompt;   /* of the sample */
+    llama_adapter adapter; /* of --load-adapter */
+    upipe_ops ops;         /* of the device, for plans */
+    corpus text, held;     /* of --eval; no windows: none */
+    int32_t *prompt;       /* of the sample */
     int64_t prompt_n;
     struct world net;
     run_rank *ranks;

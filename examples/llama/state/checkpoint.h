@@ -8,7 +8,7 @@
  *
  *     llama_save(c, world, "DIR", &state, &run, 2);                  on all ranks; keeps the 2 newest
  *     llama_checkpoint_find("DIR", path, &err);                      the newest
- *     llama_load_weights(c, path, &state);                           also another's model, in several files
+ *     llama_load_weights(c, path, &state, NULL);                     also another's model, in several files
  *     llama_load_optimizer(c, path, &state, &run);                   for any number of ranks
  *
  * A checkpoint is written as DIR/.checkpoint-N.tmp and renamed when all its bytes are on the disk. One that
@@ -26,6 +26,7 @@
 #ifndef LLAMA_CHECKPOINT_H
 #define LLAMA_CHECKPOINT_H
 
+#include "adapter_save.h"
 #include "checkpoint_load.h"
 #include "checkpoint_save.h"
 

@@ -2,33 +2,19 @@
 #ifndef LLAMA_CHECKPOINT_LOAD_H
 #define LLAMA_CHECKPOINT_LOAD_H
 
-#include "checkpoint_run.h"
+#include "adapter.h"
 
 enum {
     LLAMA_INDEX_MAX = 64 << 20, /* bytes of a model.safetensors.index.json */
     LLAMA_PARTS_MAX = 4096      /* files of a model */
 };
 
-static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_tensor *expected,
-                            upipe_err *err)
-{
-    int rank = expected->is_vector ? 1 : 2;
-    if (t->rank == rank && t->shape[0] == expected->rows && (rank == 1 || t->shape[1] == expected->cols))
-        return 0;
-    if (rank == 1)
-        return st_fail(err, f->path, "%.80s has %d dimensions, the first %" PRId64 ", not 1 of %" PRId64,
-                       t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, expected->rows);
-    return st_fail(err, f->path,
-                   "%.80s has %d dimensions, %" PRId64 " x %" PRId64 ", not 2, %" PRId64 " x %" PRId64,
-                   t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, t->rank > 1 ? t->shape[1] : 0,
-                   expected->rows, expected->cols);
-}
-
 typedef struct llama_load_work {
     upipe_ctx *c;
     upipe_err *err;
     const llama_layout *layout;
     const llama_state *state;           /* what is read goes there; NULL: all is checked alone */
+    const llama_adapter *merged;        /* is added to it; NULL: nothing */
     const llama_tensor **by_name;       /* [layout's stored_n] */
     char *seen;                         /* [layout's stored_n] */
     float *host;                        /* [LLAMA_CHUNK / 4], followed by as many u16 */
@@ -94,7 +80,9 @@ static int llama_load_read(llama_load_work *w, const st_file *f, const st_tensor
     int64_t at, n;
     for (at = need.first; at < need.end; at += n) {
         n = need.end - at < LLAMA_CHUNK / 4 ? need.end - at : LLAMA_CHUNK / 4;
-        if (st_read_f32(f, from, at - t->at, n, w->host, w->err)) return -1;
+        if (st_read_f32(f, from, at - t->at, n, w->host, w->err) ||
+            (w->merged != NULL && llama_adapter_add(w->merged, t, at - t->at, n, w->host, w->err)))
+            return -1;
         if (!llama_finite(w->host, n, 4))
             return st_fail(w->err, f->path, "%.80s has a value that is not finite", t->name);
         if (llama_load_values(w, t, at, n)) return -1;
@@ -161,10 +149,7 @@ static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *p
     if (expected == NULL)
         return llama_load_spare(t->name) ? 0
                                          : st_fail(err, f->path, "%.80s is no tensor of this model", t->name);
-    if (t->dtype != ST_F64 && t->dtype != ST_F32 && t->dtype != ST_F16 && t->dtype != ST_BF16)
-        return st_fail(err, f->path, "%.80s is %s, not F64, F32, F16 or BF16", t->name,
-                       st_dtype_name(t->dtype));
-    if (llama_load_shape(f, t, expected, err)) return -1;
+    if (llama_load_fits(f, t, expected, err)) return -1;
     if (head) return w->state == NULL ? llama_load_tied(w, f, t) : 0;
     w->seen[expected - l->stored] = 1;
     return reading ? llama_load_read(w, f, t, expected) : 0;
@@ -270,11 +255,12 @@ static int llama_same_file(const char *folder, const char *name, const char *pat
     return stat(own, &a) == 0 && stat(path, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-/* llama_reads -- whether path is one of the files of the model in a folder: 1 or 0, or -1 with a sentence */
+/* llama_reads -- whether path is one of the files of the model, or the adapter, in a folder: 1 or 0, or -1 with a sentence */
 static inline int llama_reads(const char *folder, const char *path, upipe_err *err)
 {
-    static const char *const names[] = {"config.json", "model.safetensors", "model.safetensors.index.json",
-                                        "optimizer.safetensors"};
+    static const char *const names[] = {
+        "config.json",           "model.safetensors",  "model.safetensors.index.json",
+        "optimizer.safetensors", LLAMA_ADAPTER_CONFIG, LLAMA_ADAPTER_MODEL};
     char own[LLAMA_PATH];
     const char *name;
     json_t *map, *root, *value;
@@ -330,12 +316,14 @@ static inline int llama_load_check(const char *path, const llama_layout *layout,
 
 /* llama_load_weights -- fills weights of both groups and, unless it is NULL, master from the safetensors in a
  * folder
+ *   merged  an adapter of the model, which is added to its matrices in f32; NULL: none
  *
  * Values are converted to the storage type; a rank reads those alone that it holds. Every tensor of the layout must be there in its shape, and no
  * other but a tied model's head, whose values are not read, and stored rotary frequencies; a value that is not finite is refused. No call of other ranks is waited for.
  * After a failure the arrays hold anything; the sentence is in c->err.
  */
-static inline upipe_status llama_load_weights(upipe_ctx *c, const char *path, const llama_state *state)
+static inline upipe_status llama_load_weights(upipe_ctx *c, const char *path, const llama_state *state,
+                                              const llama_adapter *merged)
 {
     llama_load_work w;
     memset(&w, 0, sizeof w);
@@ -343,8 +331,29 @@ static inline upipe_status llama_load_weights(upipe_ctx *c, const char *path, co
     w.err = &c->err;
     w.layout = state->layout;
     w.state = state;
+    w.merged = merged;
     w.path = path;
     if (llama_load_model(&w) == 0) return UPIPE_OK;
+    return c->err.status != UPIPE_OK ? c->err.status : UPIPE_ERR_BACKEND;
+}
+
+/* llama_load_adapter -- fills A and B of a layout that has those of the adapter, and of these master; errors as there */
+static inline upipe_status llama_load_adapter(upipe_ctx *c, const llama_adapter *a, const llama_state *state)
+{
+    const llama_layout *l = state->layout;
+    llama_load_work w;
+    int i, bad;
+    memset(&w, 0, sizeof w);
+    w.c = c;
+    w.err = &c->err;
+    w.state = state;
+    w.host = (float *)malloc(LLAMA_CHUNK + LLAMA_CHUNK / 2);
+    bad = w.host == NULL ? st_fail(w.err, a->f.path, "no memory for a chunk") : 0;
+    for (i = 0; i < l->n && !bad; ++i)
+        if (llama_is_adapter(l->tensors[i].kind))
+            bad = llama_load_read(&w, &a->f, llama_adapter_find(a, &l->tensors[i]), &l->tensors[i]);
+    free(w.host);
+    if (!bad) return UPIPE_OK;
     return c->err.status != UPIPE_OK ? c->err.status : UPIPE_ERR_BACKEND;
 }
 

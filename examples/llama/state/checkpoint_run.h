@@ -1,4 +1,4 @@
-/* checkpoint_run.h -- the numbers of a run that a checkpoint has, and which elements of a tensor a rank has */
+/* checkpoint_run.h -- the numbers of a run that a checkpoint has, what a tensor must be, and which elements a rank has */
 #ifndef LLAMA_CHECKPOINT_RUN_H
 #define LLAMA_CHECKPOINT_RUN_H
 
@@ -149,7 +149,31 @@ static inline int llama_finite(const void *data, int64_t n, size_t size)
     return 1;
 }
 
-/* ---- which elements of a tensor a rank has ---- */
+/* ---- a tensor: whether it is the model's, and which of its elements a rank has ---- */
+
+static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_tensor *expected,
+                            upipe_err *err)
+{
+    int rank = expected->is_vector ? 1 : 2;
+    if (t->rank == rank && t->shape[0] == expected->rows && (rank == 1 || t->shape[1] == expected->cols))
+        return 0;
+    if (rank == 1)
+        return st_fail(err, f->path, "%.80s has %d dimensions, the first %" PRId64 ", not 1 of %" PRId64,
+                       t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, expected->rows);
+    return st_fail(err, f->path,
+                   "%.80s has %d dimensions, %" PRId64 " x %" PRId64 ", not 2, %" PRId64 " x %" PRId64,
+                   t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, t->rank > 1 ? t->shape[1] : 0,
+                   expected->rows, expected->cols);
+}
+
+/* Whether a file's tensor can be read as this one of the model. */
+static int llama_load_fits(const st_file *f, const st_tensor *t, const llama_tensor *expected, upipe_err *err)
+{
+    if (t->dtype != ST_F64 && t->dtype != ST_F32 && t->dtype != ST_F16 && t->dtype != ST_BF16)
+        return st_fail(err, f->path, "%.80s is %s, not F64, F32, F16 or BF16", t->name,
+                       st_dtype_name(t->dtype));
+    return llama_load_shape(f, t, expected, err);
+}
 
 /* Elements first .. end - 1 of a group, of one tensor; in the array in question element i is number i + shift. */
 typedef struct llama_range {

@@ -18,8 +18,8 @@ typedef struct llama_save_work {
     const llama_state *state;
     const llama_run *run;
     const char *dir;
-    void *host; /* [LLAMA_CHUNK] bytes */
-    st_writer model, optimizer;
+    void *host;                 /* [LLAMA_CHUNK] bytes */
+    st_writer model, optimizer; /* of an adapter (adapter_save.h) the latter alone: what is trained */
     char tmp[LLAMA_PATH], whole[LLAMA_PATH], old[LLAMA_PATH];
     int64_t all[LLAMA_RANKS_MAX]; /* LLAMA_SAVE_BUSY, ... */
     int64_t met;                  /* when the ranks last met, ns */
@@ -28,7 +28,7 @@ typedef struct llama_save_work {
 static inline int llama_add_tensor(st_writer *w, const char *prefix, const llama_tensor *t, st_dtype dtype,
                                    upipe_err *err)
 {
-    char name[96];
+    char name[112];
     int64_t shape[2];
     shape[0] = t->rows;
     shape[1] = t->cols;
@@ -145,7 +145,7 @@ static inline int llama_save_beat(llama_save_work *s)
     const upipe_comm *world = s->world;
     if (world == NULL || (double)(upipe_net_now() - s->met) < world->deadline / LLAMA_SAVE_BEATS * 1e9)
         return 0;
-    if (fsync(s->model.fd) != 0 || fsync(s->optimizer.fd) != 0)
+    if ((s->model.fd >= 0 && fsync(s->model.fd) != 0) || fsync(s->optimizer.fd) != 0)
         return llama_config_fail(&s->c->err, s->tmp, "cannot be brought to the disk: %s", strerror(errno));
     return llama_save_meet(s, LLAMA_SAVE_BUSY);
 }
