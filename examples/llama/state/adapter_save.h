@@ -55,7 +55,7 @@ static inline int llama_adapter_prepare(llama_save_work *s)
 }
 
 /* Rank 0 makes the files; then all write their slices. */
-static inline int llama_adapter_begin(llama_save_work *s, const char *model)
+static inline int llama_adapter_begin(llama_save_work *s, const char *tensors)
 {
     char path[LLAMA_PATH];
     upipe_err *err = &s->c->err;
@@ -65,7 +65,7 @@ static inline int llama_adapter_begin(llama_save_work *s, const char *model)
     if (llama_path_in(path, s->tmp, LLAMA_ADAPTER_CONFIG, err) ||
         llama_adapter_write(&s->state->layout->lora, path, err))
         return -1;
-    return st_write_begin(&s->optimizer, model, err);
+    return st_write_begin(&s->optimizer, tensors, err);
 }
 
 static inline int llama_adapter_slices(llama_save_work *s)
@@ -79,13 +79,13 @@ static inline int llama_adapter_slices(llama_save_work *s)
 }
 
 /* What is read back is what was written; then the folder gets its name. */
-static inline int llama_adapter_commit(llama_save_work *s, const char *model)
+static inline int llama_adapter_commit(llama_save_work *s, const char *tensors)
 {
     char path[LLAMA_PATH];
     upipe_err *err = &s->c->err;
     llama_lora lora;
     if (llama_path_in(path, s->tmp, LLAMA_ADAPTER_CONFIG, err) || llama_adapter_read(&lora, path, err) ||
-        st_read_back(&s->optimizer, model, err) || llama_sync_folder(s->tmp, err))
+        st_read_back(&s->optimizer, tensors, err) || llama_sync_folder(s->tmp, err))
         return -1;
     return llama_rename(s->tmp, s->whole, err);
 }
@@ -98,7 +98,7 @@ static inline int llama_adapter_commit(llama_save_work *s, const char *model)
 static inline upipe_status llama_save_adapter(upipe_ctx *c, upipe_comm *world, const char *dir,
                                               const llama_state *state)
 {
-    char model[LLAMA_PATH];
+    char tensors[LLAMA_PATH];
     upipe_err ignored;
     int bad;
     llama_save_work *s = (llama_save_work *)calloc(1, sizeof *s);
@@ -113,16 +113,16 @@ static inline upipe_status llama_save_adapter(upipe_ctx *c, upipe_comm *world, c
     st_writer_init(&s->model);
     st_writer_init(&s->optimizer);
     s->met = upipe_net_now();
-    bad = llama_adapter_prepare(s) || llama_path_in(model, s->tmp, LLAMA_ADAPTER_MODEL, &c->err);
-    if (!bad && world->rank == 0) bad = llama_adapter_begin(s, model);
+    bad = llama_adapter_prepare(s) || llama_path_in(tensors, s->tmp, LLAMA_ADAPTER_MODEL, &c->err);
+    if (!bad && world->rank == 0) bad = llama_adapter_begin(s, tensors);
     bad = llama_save_agree(s, bad);
     if (!bad) {
-        if (world->rank != 0) bad = st_write_open(&s->optimizer, model, &c->err);
+        if (world->rank != 0) bad = st_write_open(&s->optimizer, tensors, &c->err);
         if (!bad) bad = llama_adapter_slices(s);
         bad = llama_save_agree(s, bad);
     }
     if (!bad) {
-        if (world->rank == 0) bad = llama_adapter_commit(s, model);
+        if (world->rank == 0) bad = llama_adapter_commit(s, tensors);
         bad = llama_save_agree(s, bad);
     }
     if (bad && world->rank == 0) llama_remove(s->tmp, &ignored);
