@@ -124,7 +124,8 @@ def parts():
              needs=(lambda: starts('-fsanitize=thread', thread_wrapper()), 'ThreadSanitizer does not start here')),
         # What users compile: all optimizations, and another compiler. What computes: the others' checks are of words and
         # files, which do not depend on the compiler.
-        Part('gcc-O3', [], full='layer ring fpdt llama checkpoint'),
+        Part('gcc-O3', [], full='layer ring fpdt llama checkpoint',
+             builds=['examples/train', 'examples/logits', 'examples/compare', 'examples/upipe-plan']),
         Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='kernels ring fpdt checkpoint train', compiler='clang',
              needs=(lambda: has('clang'), 'clang is missing')),
         # clang's sanitizers see more: offsets from NULL, and inputs that nobody thought of. Without kernels, which take
