@@ -365,7 +365,7 @@ static void test_tiles(void)
         CHECK_STATUS(cpu.adamw(&c, &a), UPIPE_OK, c.err);
         if (way & 8) ops.copy = late_copy, ops.sync = late_sync;
         c.ops = &ops;
-        pool_begin(&host, 4 * OFFLOAD_TILE * sizeof(float), 2);
+        pool_begin(&host, 4 * OFFLOAD_TILE * sizeof(float) + 1024, 2); /* and red zones */
         a.w = at[W], a.m = at[M], a.v = at[V], a.g = at[G], a.copy = half ? copy : NULL;
         CHECK_STATUS(offload_update(&c, &kept, &cpu, &a, weights_here, grads_here, &moved), UPIPE_OK, c.err);
         CHECK(late_n == 0 && host.live == 0);
