@@ -101,18 +101,8 @@ static inline upipe_status llama_save_adapter(upipe_ctx *c, upipe_comm *world, c
     char tensors[LLAMA_PATH];
     upipe_err ignored;
     int bad;
-    llama_save_work *s = (llama_save_work *)calloc(1, sizeof *s);
-    if (s == NULL) {
-        upipe_comm_abort(world, "a rank has no memory to save");
-        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "%s: no memory to save", dir);
-    }
-    s->c = c;
-    s->world = world;
-    s->state = state;
-    s->dir = dir;
-    st_writer_init(&s->model);
-    st_writer_init(&s->optimizer);
-    s->met = upipe_net_now();
+    llama_save_work *s = llama_save_work_make(c, world, dir, state);
+    if (s == NULL) return c->err.status;
     bad = llama_adapter_prepare(s) || llama_path_in(tensors, s->tmp, LLAMA_ADAPTER_MODEL, &c->err);
     if (!bad && world->rank == 0) bad = llama_adapter_begin(s, tensors);
     bad = llama_save_agree(s, bad);

@@ -290,6 +290,26 @@ static inline int llama_save_agree(llama_save_work *s, int bad)
     return -1;
 }
 
+/* NULL: no memory, which c->err says and the other ranks hear. */
+static inline llama_save_work *llama_save_work_make(upipe_ctx *c, upipe_comm *world, const char *dir,
+                                                    const llama_state *state)
+{
+    llama_save_work *s = (llama_save_work *)calloc(1, sizeof *s);
+    if (s == NULL) {
+        upipe_comm_abort(world, "a rank has no memory to save");
+        upipe_fail(&c->err, UPIPE_ERR_MEMORY, "%s: no memory to save", dir);
+        return NULL;
+    }
+    s->c = c;
+    s->world = world;
+    s->state = state;
+    s->dir = dir;
+    st_writer_init(&s->model);
+    st_writer_init(&s->optimizer);
+    s->met = upipe_net_now();
+    return s;
+}
+
 /* llama_save -- writes DIR/checkpoint-N, N = run->step, on all ranks of the world together
  *
  *   world  NULL: one rank
@@ -314,19 +334,9 @@ static inline upipe_status llama_save(upipe_ctx *c, upipe_comm *world, const cha
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "%s: the state is rank %d of %d, the world has %d, at most %d", dir, rank, ranks,
                           world != NULL ? world->ranks : 1, LLAMA_RANKS_MAX);
-    s = (llama_save_work *)calloc(1, sizeof *s);
-    if (s == NULL) {
-        upipe_comm_abort(world, "a rank has no memory to save");
-        return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "%s: no memory to save", dir);
-    }
-    s->c = c;
-    s->world = world;
-    s->state = state;
+    s = llama_save_work_make(c, world, dir, state);
+    if (s == NULL) return c->err.status;
     s->run = run;
-    s->dir = dir;
-    st_writer_init(&s->model);
-    st_writer_init(&s->optimizer);
-    s->met = upipe_net_now();
     bad = llama_save_prepare(s);
     if (!bad && rank == 0) bad = llama_save_begin(s);
     bad = llama_save_agree(s, bad);
