@@ -254,7 +254,7 @@ def compare_page(page, path, cache, rows, release):
     if not release or f'of CUDA {release}' not in text:
         print(f'left out: a comparison with {page}, whose tables are of another release')
         return
-    lines = re.sub(r'(\d); [\d-]+ \|', r'\1 |', text).split('\n')  # without what was before
+    lines = text.split('\n')
     missing = [row for row in rows if row not in lines]
     parts = resources(path, cache)
     for (direction, columns, small, masked), used in sorted(registers(parts, path).items()):
