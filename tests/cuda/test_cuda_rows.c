@@ -17,7 +17,7 @@ static void check_whole(const upipe_ops *ops)
     CHECK(ops->total && ops->adamw && ops->bias_bwd);
     /* and none that this list lacks */
     CHECK_INT(sizeof *ops,
-              (7 + 24) * sizeof(void *)); /* name, self, host, f16, attn_reads_o, loss_bytes, par */
+              (7 + 26) * sizeof(void *)); /* name, self, host, f16, attn_reads_o, loss_bytes, par */
     CHECK_INT(ops->attn_reads_o, 0);
 }
 
