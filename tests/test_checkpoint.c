@@ -1620,6 +1620,9 @@ static const struct {
      "rope_parameters of sliding_attention has rope_type linear; only default"},
     {"{" GEMMA3 ",\"rope_parameters\":{\"sliding_attention\":{\"factor\":5}}}",
      "rope_parameters of sliding_attention has factor"},
+    {"{" GEMMA3 ROPE("\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":false") "}",
+     "truncate is false; only true is built"},
+    {"{" GEMMA3 ROPE("\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":true") "}", NULL},
     {"{" GEMMA3 ",\"rope_parameters\":{\"chunked_attention\":{}}}", "rope_parameters has chunked_attention"},
     {"{" GEMMA3
      ",\"rope_scaling\":{\"rope_type\":\"linear\",\"factor\":8},\"rope_parameters\":{\"full_attention\":{"

@@ -281,6 +281,9 @@ static inline int llama_config_rope(llama_config *c, const json_t *root, const l
                                  partial, c->head_dim, llama_rope_dims(c));
     for (f = llama_fields; f < llama_fields + LLAMA_FIELDS; ++f)
         if (f->used >> c->rope_type & 1 && llama_config_rope_field(c, j, f, key, path, err)) return -1;
+    if (c->rope_untruncated &&
+        family->local > 0) /* transformers looks for it beside the two RoPEs, and finds none */
+        return llama_config_fail(err, path, "truncate is false; only true is built in a %s", family->type);
     return llama_config_rope_rest(c, root, family, path, err);
 }
 
