@@ -174,13 +174,6 @@ UPI_DEVICE float upi_softcap(float x, float softcap)
     return softcap != 0 ? softcap * tanhf(x / softcap) : x;
 }
 
-/* d upi_softcap / dx from what it gives. */
-UPI_DEVICE float upi_softcap_slope(float y, float softcap)
-{
-    const float t = softcap != 0 ? y / softcap : 0;
-    return 1 - t * t;
-}
-
 /* A thread's logits, of which the row has `left` from the first one on; -inf beyond. */
 UPI_DEVICE void upi_entropy_load(upi_numbers *x, const float *logits, int left, int vec, float softcap)
 {
@@ -191,7 +184,11 @@ UPI_DEVICE void upi_entropy_load(upi_numbers *x, const float *logits, int left, 
         x[e] = upi_get<UPI_ALL_F32>(logits, UPIPE_F32, k, left, vec);
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l)
-            x[e].v[l] = k + l < left ? upi_softcap(x[e].v[l], softcap) : -INFINITY;
+            if (k + l >= left) x[e].v[l] = -INFINITY;
+        if (softcap == 0) continue;
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l)
+            if (k + l < left) x[e].v[l] = upi_softcap(x[e].v[l], softcap);
     }
 }
 
@@ -206,6 +203,22 @@ UPI_DEVICE float upi_entropy_sum(const upi_numbers *x, int apart, float base, fl
             if (e * (UPI_BLOCK * UPI_EIGHT) + l != apart) sum += expf(x[e].v[l] - base);
     }
     return sum;
+}
+
+/* Eight logits become their gradient, that of the target, number `apart` of them, `own`; under a soft-cap that of what they
+ * were before it. */
+UPI_DEVICE void upi_entropy_grad(upi_numbers *x, int apart, float own, float top, float factor, float softcap)
+{
+    const upi_numbers y = *x;
+    int l;
+    UPI_UNROLL
+    for (l = 0; l < UPI_EIGHT; ++l) x->v[l] = l == apart ? own : expf(y.v[l] - top) * factor;
+    if (softcap == 0) return;
+    UPI_UNROLL
+    for (l = 0; l < UPI_EIGHT; ++l) {
+        const float t = y.v[l] / softcap;
+        x->v[l] *= 1 - t * t;
+    }
 }
 
 /* Blocks share a row, so that each holds its piece in registers from the sum to the gradient: a logit is read once.
@@ -289,10 +302,7 @@ template <int TYPES> UPI_KERNEL(256, UPI_ENTROPY_BLOCKS) void upi_cross_entropy_
         UPI_UNROLL
         for (e = 0; e < UPI_ENTROPY_EACH; ++e) {
             const int here = e * (UPI_BLOCK * UPI_EIGHT);
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l)
-                x[e].v[l] = (here + l == apart - k ? own : expf(x[e].v[l] - top) * factor) *
-                            upi_softcap_slope(x[e].v[l], g.softcap);
+            upi_entropy_grad(&x[e], apart - k - here, own, top, factor, g.softcap);
             upi_put<TYPES>(to + k * (upi_is_f32<TYPES>(g.grad.dtype) ? 4 : 2), g.grad.dtype, here, n - k,
                            g.vec, x[e]);
         }
