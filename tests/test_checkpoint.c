@@ -1454,6 +1454,8 @@ static void test_optimizers(void)
 #define GLM4        "\"model_type\":\"glm4\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
 #define GRANITE     "\"model_type\":\"granite\"," NUMBERS
 #define EXAONE4     "\"model_type\":\"exaone4\",\"num_key_value_heads\":2," NUMBERS
+#define GEMMA3      "\"model_type\":\"gemma3_text\",\"num_key_value_heads\":2," NUMBERS
+#define GEMMA2      "\"model_type\":\"gemma2\",\"num_key_value_heads\":2," NUMBERS
 #define FULL        "\"full_attention\""
 #define SLIDES      "\"sliding_attention\""
 #define ROPE(words) ",\"max_position_embeddings\":64,\"rope_scaling\":{" words "}"
@@ -1482,8 +1484,8 @@ static const struct {
     {"{" NUMBERS ",\"model_type\":null}", "model_type is not a string"},
     {"{" NUMBERS ",\"model_type\":3}", "model_type is not a string"},
     {"{" NUMBERS ",\"model_type\":\"gemma\"}",
-     "model_type gemma ((none)) is not built; built are llama, mistral, qwen2, qwen3, ministral, cwm, "
-     "smollm3, seed_oss, ernie4_5, phi3, glm, glm4, granite, exaone4"},
+     "model_type gemma ((none)) is not built, only llama, mistral, qwen2, qwen3, ministral, cwm, "
+     "smollm3, seed_oss, ernie4_5, phi3, glm, glm4, granite, exaone4, gemma3_text, gemma2"},
     {"{" LLAMA ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
      "(LlamaForSequenceClassificati) is not"},
     {"{" LLAMA ",\"architectures\":[\"LlamaModel\"]}", "(LlamaModel) is not built"},
@@ -1596,6 +1598,43 @@ static const struct {
      "no layer is sliding_attention, so that none has RoPE"},
     {"{" EXAONE4 ",\"sliding_window_pattern\":\"LLLG\"}", "sliding_window_pattern is not an integer"},
     {"{" EXAONE4 ",\"sliding_window_pattern\":0}", "sliding_window_pattern is 0"},
+    {"{" GEMMA3 "}", NULL},
+    {"{" GEMMA3 ",\"hidden_activation\":\"gelu_pytorch_tanh\",\"hidden_act\":\"gelu_pytorch_tanh\"}", NULL},
+    {"{" GEMMA3 ",\"hidden_activation\":\"gelu\"}",
+     "hidden_activation is gelu; only gelu_pytorch_tanh is built"},
+    {"{" GEMMA3 ",\"hidden_activation\":null}", "hidden_activation is no string"},
+    {"{" GEMMA3 ",\"hidden_act\":\"silu\"}", "hidden_act is silu; only gelu_pytorch_tanh is built"},
+    {"{" GEMMA3 ",\"use_bidirectional_attention\":true}", "use_bidirectional_attention is set"},
+    {"{" GEMMA3 ",\"attention_bias\":true}", "attention_bias is set"},
+    {"{" GEMMA3 ",\"attn_logit_softcapping\":50.0}", "attn_logit_softcapping is 50"},
+    {"{" GEMMA3 ",\"attn_logit_softcapping\":null,\"final_logit_softcapping\":30.0}", NULL},
+    {"{" GEMMA3 ",\"final_logit_softcapping\":0}", "final_logit_softcapping is 0, not in 0.001 .. 1e+06"},
+    {"{" GEMMA3 ",\"query_pre_attn_scalar\":0}", "query_pre_attn_scalar is 0"},
+    {"{" GEMMA3 ",\"query_pre_attn_scalar\":2.5}", "query_pre_attn_scalar is not an integer"},
+    {"{" GEMMA3 ",\"sliding_window\":null}", "is sliding_attention, and there is no window"},
+    {"{" GEMMA3 ",\"rope_local_base_freq\":\"1\"}", "rope_local_base_freq is not a number"},
+    {"{" GEMMA3 ",\"rope_parameters\":{\"rope_type\":\"default\",\"rope_theta\":5}}",
+     "rope_parameters has rope_type, which is no object for a type of layers"},
+    {"{" GEMMA3 ",\"rope_parameters\":{\"full_attention\":null,\"sliding_attention\":null}}", NULL},
+    {"{" GEMMA3 ",\"rope_parameters\":{\"sliding_attention\":{\"rope_type\":\"linear\",\"rope_theta\":5}}}",
+     "rope_parameters of sliding_attention has rope_type linear; only default"},
+    {"{" GEMMA3 ",\"rope_parameters\":{\"sliding_attention\":{\"factor\":5}}}",
+     "rope_parameters of sliding_attention has factor"},
+    {"{" GEMMA3 ROPE("\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":false") "}",
+     "truncate is false; only true is built"},
+    {"{" GEMMA3 ROPE("\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":true") "}", NULL},
+    {"{" GEMMA3 ",\"rope_parameters\":{\"chunked_attention\":{}}}", "rope_parameters has chunked_attention"},
+    {"{" GEMMA3
+     ",\"rope_scaling\":{\"rope_type\":\"linear\",\"factor\":8},\"rope_parameters\":{\"full_attention\":{"
+     "\"rope_type\":\"linear\",\"factor\":4}}}",
+     "rope_scaling and rope_parameters say different things"},
+    {"{" GEMMA2
+     ",\"attn_logit_softcapping\":null,\"final_logit_softcapping\":null,\"use_bidirectional_attention\":null}",
+     NULL},
+    {"{" GEMMA2 ",\"sliding_window_pattern\":2}",
+     "sliding_window_pattern is a key that is not known of a gemma2"},
+    {"{" GEMMA2 ",\"rope_parameters\":{\"full_attention\":{\"rope_theta\":5}}}",
+     "rope_parameters has full_attention, which its type default does not use"},
     /* RoPE */
     {"{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
     {"{" LLAMA ROPE("\"type\":\"linear\"") "}", "rope_scaling of the type linear has no factor"},
@@ -1709,7 +1748,7 @@ static void test_config(void)
         if (i == 5) CHECK(c.qk_norm && c.kv_heads == 2 && c.head_dim == 32);
         if (i == 6) CHECK(c.qk_norm && c.head_dim == 128);
         if (configs[i].says != NULL) continue;
-        CHECK_INT(c.window, i == 8 ? 4096 : i == 9 ? 7 : 0);
+        CHECK_INT(c.window, i == 8 || strstr(configs[i].text, "gemma") != NULL ? 4096 : i == 9 ? 7 : 0);
         /* what is read is written, and read as the same */
         unlink(path);
         CHECK_SAY(llama_config_write(&c, UPIPE_BF16, 77, path, &err) == 0, "%s", err.text);
@@ -1775,6 +1814,20 @@ static void test_layers(void)
         {"{" EXAONE4 ",\"sliding_window\":9,\"sliding_window_pattern\":2}", ".B", 9},
         {"{" EXAONE4 ",\"sliding_window\":9,\"layer_types\":[" FULL "," SLIDES "]}", "B.", 9},
         {"{" EXAONE4 ",\"sliding_window\":null}", "..", 0},
+        {"{" GEMMA3 "}", "..", 4096},
+        {"{" GEMMA3
+         ",\"sliding_window\":9,\"sliding_window_pattern\":2,\"rope_theta\":5,\"rope_local_base_freq\":6}",
+         ".A", 9},
+        {"{" GEMMA3 ",\"sliding_window\":9,\"layer_types\":[" FULL "," SLIDES
+         "],\"final_logit_softcapping\":30.0,"
+         "\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"linear\",\"factor\":8.0,\"rope_theta\":5},"
+         "\"sliding_attention\":{\"rope_type\":\"default\",\"rope_theta\":6}}}",
+         "A.", 9},
+        {"{" GEMMA3 ",\"sliding_window\":null,\"layer_types\":[" FULL "," FULL "]}", "..", 0},
+        {"{" GEMMA2 ",\"sliding_window\":9,\"query_pre_attn_scalar\":144}", ".A", 9},
+        {"{" GEMMA2 ",\"sliding_window\":9,\"attn_logit_softcapping\":null,\"layer_types\":[" SLIDES
+         "," SLIDES "]}",
+         "..", 9},
         {"{" SMOLLM3 "}", "..", 0},
         {"{" SMOLLM3 ",\"no_rope_layer_interval\":2}", ".N", 0},
         {"{" SMOLLM3 ",\"no_rope_layers\":[0,1]}", "N.", 0},
@@ -1810,9 +1863,9 @@ static void test_keys(void)
         "{" LLAMA ",%s1}",     "{" MISTRAL ",%s1}", "{" QWEN2 ",%s1}",   "{" QWEN3 ",%s1}",
         "{" MINISTRAL ",%s1}", "{" CWM ",%s1}",     "{" SMOLLM3 ",%s1}", "{" SEED ",%s1}",
         "{" ERNIE ",%s1}",     "{" PHI3 ",%s1}",    "{" GLM ",%s1}",     "{" GLM4 ",%s1}",
-        "{" GRANITE ",%s1}",   "{" EXAONE4 ",%s1}"};
-    static const char *const unknown[] = {"attn_logit_softcapping", "logit_scale", "use_cach", "num_experts",
-                                          "hidden_activation",      "clip_qkv"};
+        "{" GRANITE ",%s1}",   "{" EXAONE4 ",%s1}", "{" GEMMA3 ",%s1}",  "{" GEMMA2 ",%s1}"};
+    static const char *const unknown[] = {"attn_softcapping", "logit_scale", "use_cach",
+                                          "num_experts",      "activation",  "clip_qkv"};
     char path[1200], text[1600], key[100], word[80];
     upipe_err err;
     llama_config c, plain;

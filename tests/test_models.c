@@ -88,12 +88,15 @@ static void print_row(FILE *f, const llama_family *one)
             llama_is_word(one->keys, "attention_out_bias") ? "q, k, v; o" : biases[one->bias],
             one->bias_always ? ", always" : "", windows[one->windows],
             llama_is_word(one->keys, "no_rope_layers") ? "; layers without RoPE"
-            : one->pattern > 0                         ? "; RoPE where there is one"
+            : one->nope                                ? "; RoPE where there is one"
+            : one->local > 0                           ? ", with a theta of their own"
                                                        : "");
-    fprintf(f, " %s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
+    fprintf(f, " %s%s%s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
             one->norms == LLAMA_NORMS_RESULTS ? "norms of both halves' results alone; "
             : one->norms != LLAMA_NORMS_PRE   ? "norms of both halves' results; "
                                               : "",
+            one->gemma ? "1 + weight; GELU; the embedding times the root of hidden_size; " : "",
+            one->logit_cap > 0 ? "soft-caps; " : "",
             llama_is_word(one->keys, "embedding_multiplier") ? "multipliers; " : "",
             one->interleaved ? "interleaved pairs; " : "", one->partial > 0 ? "a part of the head; " : "",
             one->ropes ? "default and longrope alone" : "all types of RoPE");
@@ -117,7 +120,9 @@ static void print_defaults(FILE *f, const llama_family *one)
     if (one->window > 0)
         fprintf(f, "%" PRId64 "%s |\n", one->window,
                 one->full_every     ? ", every 4th layer from the first on all"
+                : one->pattern == 6 ? ", every 6th layer all"
                 : one->pattern == 4 ? ", every 4th layer all"
+                : one->pattern == 2 ? ", every 2nd layer all"
                                     : "");
     else
         fputs("none |\n", f);

@@ -38,7 +38,7 @@ static void check_rope_angles(void)
 /* clang-format off */
 enum {
     COPY, ZERO, CAST, ROPE, ROPE_INTERLEAVED, RMSNORM, RMSNORM_BWD, RMSNORM_BWD_IN_PLACE, ROWDOT, SUM,
-    ADD, SCALE, SWIGLU, SWIGLU_BWD, CROSS_ENTROPY, EMBED, EMBED_BWD, TOTAL, ADAMW, ENTRIES, TRAIN_OPS = ADD
+    ADD, SCALE, SWIGLU, SWIGLU_BWD, GEGLU, GEGLU_BWD, CROSS_ENTROPY, CAPPED_ENTROPY, EMBED, EMBED_BWD, TOTAL, ADAMW, ENTRIES, TRAIN_OPS = ADD
 };
 /* clang-format on */
 
@@ -58,6 +58,7 @@ static upipe_status run_entry(upipe_ctx *c, int entry, operands *o)
     float *f[WIDE];
     upipe_rope rope = rope_of(o->y, 1000, entry == ROPE_INTERLEAVED, 0);
     upipe_adamw w = adamw_of(elements(o->y), 3, 1);
+    upipe_cross_entropy capped;
     for (int i = 0; i < WIDE; ++i) f[i] = (float *)o->f[i].data;
     switch (entry) {
     case COPY:
@@ -87,8 +88,16 @@ static upipe_status run_entry(upipe_ctx *c, int entry, operands *o)
         return ops->swiglu(c, o->y, o->a, o->b);
     case SWIGLU_BWD:
         return ops->swiglu_bwd(c, o->y, o->a, o->b);
+    case GEGLU:
+        return ops->geglu(c, o->y, o->a, o->b);
+    case GEGLU_BWD:
+        return ops->geglu_bwd(c, o->y, o->a, o->b);
     case CROSS_ENTROPY:
         return cross_entropy(c, o->f[0], o->f[1], f[2], o->tokens, 0.5f);
+    case CAPPED_ENTROPY:
+        capped = cross_entropy_of(o->f[0], o->f[1], f[2], o->tokens, 0.5f);
+        capped.softcap = 3;
+        return ops->cross_entropy(c, &capped);
     case EMBED:
         return ops->embed(c, o->f[0], o->f[1], o->tokens);
     case EMBED_BWD:

@@ -137,6 +137,8 @@ static void args_make(const tile_case *t, f32_tile *got, tile_args *a)
     a->head.norm_eps = s->normed ? (float)s->eps : 0;
     a->mlp.hidden = a->head.vocab = s->wide;
     a->mlp.residual = s->residual;
+    a->mlp.gelu = s->gelu;
+    a->head.logit_softcap = (float)s->softcap;
     a->mlp.tile_bytes = a->head.tile_bytes = t->tile_bytes;
     a->head.scale = t->scale;
     a->mlp.result_scale = a->head.logit_scale = (float)s->factor;
@@ -298,6 +300,8 @@ static void test_finite_differences(void)
         if (loss) t.shape.targets = targets;
         t.shape.scale = kind == 5 ? 0.25 : 1;
         t.shape.factor = kind == 3 || kind == 5 || kind == 7 ? 0.375 : 0;
+        t.shape.gelu = kind == 2 || kind == 7;
+        t.shape.softcap = kind == 5 ? 0.5 : 0;
         tile_inputs(&t.shape, 7, &t.in);
         f64_tile_widen(&t.shape, &t.in, &in64);
         f64_tile_make(&t.shape, &at);
@@ -347,6 +351,8 @@ static void check_random(uint64_t seed)
     t.scale = loss ? 1 / (float)t.shape.rows : 0;
     t.shape.scale = (double)t.scale;
     t.shape.factor = test_below(&r, 2) ? 0.375 : 0;
+    t.shape.gelu = test_below(&r, 2);
+    t.shape.softcap = test_below(&r, 2) ? 2 : 0;
     fill_case(&t, &r, seed);
     run_tile(&t, &got);
     check_tile(&t.shape, &t.in, &got);
@@ -382,7 +388,8 @@ static size_t row_bytes(const tile_shape *s, int backward)
     return norm + 4 * wide + (backward ? 4 * dim + (el < 4 ? wide * el : 0) : 0);
 }
 
-/* A case with everything: norms, residual, a factor, ignored targets; tiles are the least that there are. */
+/* A case with everything: norms, residual, a factor, gelu in bf16, a soft-cap, ignored targets; tiles are the least that
+ * there are. */
 static tile_case full_case(int loss, upipe_dtype dtype, int64_t rows)
 {
     tile_case t = make_case(loss, rows, 20, 37, dtype);
@@ -393,6 +400,8 @@ static tile_case full_case(int loss, upipe_dtype dtype, int64_t rows)
     t.scale = loss ? 0.125f : 0;
     t.shape.scale = 0.125;
     t.shape.factor = 0.375;
+    t.shape.gelu = dtype == UPIPE_BF16;
+    t.shape.softcap = 2;
     fill_case(&t, &r, 5);
     t.tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
     return t;
@@ -403,6 +412,7 @@ static void without_norm(tile_case *t)
     t->shape.normed = 0;
     t->shape.posted = 0;
     t->shape.factor = 0;
+    t->shape.softcap = 0;
     t->shape.eps = 0;
     t->in.norm_weight = t->in.post_norm_weight = NULL;
     t->tile_bytes = UPIPE_SUM_ROWS * row_bytes(&t->shape, 1);
@@ -731,6 +741,8 @@ static const upipe_ops *fail_op(upipe_ctx *c, upipe_status *s)
       (c, dx, dy, x, w, eps, dw, accumulate))                                                             \
     X(swiglu, (upipe_ctx * c, upipe_view y, upipe_view gate, upipe_view up), (c, y, gate, up))            \
     X(swiglu_bwd, (upipe_ctx * c, upipe_view gate, upipe_view up, upipe_view dy), (c, gate, up, dy))      \
+    X(geglu, (upipe_ctx * c, upipe_view y, upipe_view gate, upipe_view up), (c, y, gate, up))             \
+    X(geglu_bwd, (upipe_ctx * c, upipe_view gate, upipe_view up, upipe_view dy), (c, gate, up, dy))       \
     X(cross_entropy, (upipe_ctx * c, const upipe_cross_entropy *x), (c, x))
 
 #define FAIL_OP(name, parameters, arguments)            \
@@ -888,6 +900,7 @@ static int32_t *wrong_target(int32_t value)
     X(BOTH | LOSS, "scale -inf", a->head.scale = -INFINITY)                                               \
     X(BOTH | MLP, "result_scale nan", a->mlp.result_scale = NAN)                                          \
     X(BOTH | LOSS, "logit_scale inf", a->head.logit_scale = INFINITY)                                     \
+    X(BOTH | LOSS, "logit_softcap -1", a->head.logit_softcap = -1)                                        \
     X(ANY, "tile_bytes allows", a->mlp.tile_bytes = a->head.tile_bytes = 1)                               \
     X(BOTH | LOSS, "target 37 ", a->targets = wrong_target(37))                                           \
     X(BOTH | LOSS, "target 2147483647 ", a->targets = wrong_target(INT32_MAX))                            \
@@ -915,22 +928,22 @@ static void test_wrong(void)
         for (int loss = 0; loss < 2; ++loss)
             for (int backward = 0; backward < 2; ++backward) {
                 f32_tile got;
-                const int64_t rows = i < 38 ? 6 : 2 * UPIPE_SUM_ROWS + 6;
+                const int64_t rows = i < 39 ? 6 : 2 * UPIPE_SUM_ROWS + 6;
                 tile_case t = full_case(loss, UPIPE_F32, rows);
                 tile_args a;
                 tile_pool p;
                 if (!(wrongs[i].calls & (loss ? LOSS : MLP)) || !(wrongs[i].calls & (backward ? BWD : FWD)))
                     continue;
-                t.tile_bytes = i < 38 ? 0 : UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
+                t.tile_bytes = i < 39 ? 0 : UPIPE_SUM_ROWS * row_bytes(&t.shape, 1);
                 args_make(&t, &got, &a);
                 wrong_apply(i, &a);
                 pool_make(&p, &ops, 1 << 20);
                 CHECK_REFUSED(call_tile(&p.ctx, &t, &a, backward), UPIPE_ERR_ARG, p.ctx.err, wrongs[i].words);
-                CHECK_TEXT(p.ctx.err.text, i >= 38 ? "of 37 columns"
+                CHECK_TEXT(p.ctx.err.text, i >= 39 ? "of 37 columns"
                                            : loss  ? (backward ? "loss_bwd: " : "loss_fwd: ")
                                                    : (backward ? "mlp_bwd: " : "mlp_fwd: "));
-                if (i < 38) CHECK_INT(p.mem.serial, 1);
-                if (i == 37) { /* the numbers of a tile that does not fit */
+                if (i < 39) CHECK_INT(p.mem.serial, 1);
+                if (i == 38) { /* the numbers of a tile that does not fit */
                     char words[80];
                     size_t bytes;
                     snprintf(words, sizeof words, "a tile of 6 rows takes %zu bytes, tile_bytes allows 1",
@@ -945,6 +958,25 @@ static void test_wrong(void)
                 }
                 pool_end(&p);
             }
+}
+
+/* A table without geglu says so. */
+static void test_table(void)
+{
+    upipe_ops ops = cpu_table();
+    ops.geglu = NULL;
+    for (int backward = 0; backward < 2; ++backward) {
+        f32_tile got;
+        tile_case t = full_case(0, UPIPE_BF16, 6);
+        tile_args a;
+        tile_pool p;
+        args_make(&t, &got, &a);
+        pool_make(&p, &ops, 1 << 20);
+        CHECK_REFUSED(call_tile(&p.ctx, &t, &a, backward), UPIPE_ERR_UNSUPPORTED, p.ctx.err,
+                      "the table has no geglu");
+        CHECK_INT(p.mem.serial, 1);
+        pool_end(&p);
+    }
 }
 
 /* Views over each other that are not the same rows. */
@@ -1054,6 +1086,7 @@ int main(void)
     TEST(test_every_failure());
     TEST(test_slab_short());
     TEST(test_wrong());
+    TEST(test_table());
     TEST(test_overlapping());
     TEST(test_bytes_sizes());
     TEST(test_no_rows());

@@ -40,7 +40,8 @@ MODELS = [('Qwen2', {'tie_word_embeddings': True, 'use_sliding_window': False}),
           ('Llama', {'tie_word_embeddings': False, 'attention_bias': True}),
           ('Qwen3', {'tie_word_embeddings': True, 'attention_bias': True})]
 # What other families do otherwise: windows and layers without RoPE, a padding that occurs in the text (an e), fused tensors,
-# interleaved pairs, half a head, norms of what attention and MLP give and no others, multipliers.
+# interleaved pairs, half a head, norms of what attention and MLP give and no others, multipliers, norms of 1 + w, two RoPEs and
+# soft-caps.
 FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_sliding_window': True, 'sliding_window': 16,
                        'max_window_layers': 1}),
             ('Ministral', {'sliding_window': 16, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']}),
@@ -52,6 +53,12 @@ FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_s
             ('Granite', {'embedding_multiplier': 3.0, 'residual_multiplier': 0.375, 'attention_multiplier': 0.125,
                          'logits_scaling': 2.5, 'tie_word_embeddings': True}),
             ('Exaone4', {'sliding_window': 16, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention']}),
+            ('Gemma3Text', {'sliding_window': 16, 'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
+                            'query_pre_attn_scalar': 24, 'pad_token_id': 101, 'rope_parameters': {
+                                'full_attention': {'rope_type': 'linear', 'factor': 8.0, 'rope_theta': THETA},
+                                'sliding_attention': {'rope_type': 'default', 'rope_theta': 1000.0}}}),
+            ('Gemma2', {'sliding_window': 16, 'query_pre_attn_scalar': 24, 'pad_token_id': None, 'attn_logit_softcapping': 2.0,
+                        'final_logit_softcapping': 3.0}),
             ('SeedOss', {'attention_dropout': 0.0, 'residual_dropout': 0.0, 'pad_token_id': None}),
             ('Ernie4_5', {'pad_token_id': 101})]
 # Types of RoPE; 64 tokens are more than those of the training before.
@@ -68,28 +75,51 @@ WAYS = [('--ranks', '1'), ('--ranks', '2', '--method', 'upipe'), ('--ranks', '3'
         ('--ranks', '2', '--method', 'upipe-fpdt', '--segments', '3')]
 
 
-class Angles(torch.nn.Module):
-    """The rotary angles in double precision, which transformers' are not: of these rates, or theta's."""
+softmax = torch.nn.functional.softmax
 
-    def __init__(self, theta, rope, dims):
+
+def softmax_widened(x, *words, dtype=None, **more):
+    """That of f64 scores is f64, which transformers' own attention would make f32."""
+    return softmax(x, *words, dtype=None if x.dtype == torch.float64 else dtype, **more)
+
+
+torch.nn.functional.softmax = softmax_widened
+
+
+class Angles(torch.nn.Module):
+    """The rotary angles in double precision, which transformers' are not: of these rates, or of theta and a linear factor, by
+    types of layers where these have their own."""
+
+    def __init__(self, config, rope):
         super().__init__()
-        self.rates = theta ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        plain = config.rope_parameters
+        self.rates = {name: self.rates_of(one) for name, one in (plain if 'full_attention' in plain else {None: plain}).items()}
         if rope:
-            self.rates = torch.tensor(rope['rates'], dtype=torch.float64)
+            self.rates = {None: torch.tensor(rope['rates'], dtype=torch.float64)}
         self.factor = rope['factor'] if rope else 1
 
-    def forward(self, x, position_ids):
-        angles = (position_ids[..., None].double() * self.rates).repeat(1, 1, 2)
+    @staticmethod
+    def rates_of(one):
+        dims = int(HEAD_DIM * one.get('partial_rotary_factor', 1))
+        slower = one['factor'] if one['rope_type'] == 'linear' else 1
+        return one['rope_theta'] ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims) / slower
+
+    def forward(self, x, position_ids, layer_type=None):
+        angles = (position_ids[..., None].double() * self.rates[layer_type]).repeat(1, 1, 2)
         return (angles.cos() * self.factor).to(x.dtype), (angles.sin() * self.factor).to(x.dtype)
+
+
+def class_of(name):
+    return name.removesuffix('Text') + 'ForCausalLM'
 
 
 def make_model(name, more, rope=None, positions=128):
     config = getattr(transformers, name + 'Config')(
         vocab_size=270, hidden_size=96, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=HEAD_DIM, max_position_embeddings=positions, rms_norm_eps=1e-5,
-        rope_parameters={'rope_type': 'default', 'rope_theta': THETA, **(rope or {})}, **more)
+        **{'rope_parameters': {'rope_type': 'default', 'rope_theta': THETA, **(rope or {})}, **more})
     torch.manual_seed(len(more))
-    model = getattr(transformers, name + 'ForCausalLM')(config)
+    model = getattr(transformers, class_of(name))(config)
     for one, p in model.named_parameters():
         torch.nn.init.normal_(p, 1 if 'norm' in one else 0, 0.5 if one.endswith('.bias') else 0.1)
     return model
@@ -98,11 +128,11 @@ def make_model(name, more, rope=None, positions=128):
 def widened(model, rope=None):
     """The same model with every number in f64; transformers' own norms and angles round to f32."""
     model = copy.deepcopy(model).double()
-    plain = model.config.rope_parameters
-    model.model.rotary_emb = Angles(plain['rope_theta'], rope, int(HEAD_DIM * plain.get('partial_rotary_factor', 1)))
+    model.model.rotary_emb = Angles(model.config, rope)
     for m in model.modules():
         if type(m).__name__.endswith('RMSNorm'):
-            m.forward = lambda x, m=m: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + m.variance_epsilon) * m.weight
+            one, eps = (1, m.eps) if type(m).__name__.startswith('Gemma') else (0, m.variance_epsilon)
+            m.forward = lambda x, m=m, one=one, eps=eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (one + m.weight)
     return model
 
 
@@ -151,7 +181,7 @@ def compare(what, got, rounded, exact):
 def read_again(path, name, tensors, what):
     """transformers reads a checkpoint as the same model, without a tensor too few or too many."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    equal(type(model).__name__, name + 'ForCausalLM', f'{what}: the model')
+    equal(type(model).__name__, class_of(name), f'{what}: the model')
     equal([len(info[key]) for key in ('missing_keys', 'unexpected_keys', 'mismatched_keys')], [0, 0, 0], f'{what}: {info}')
     for one, p in model.named_parameters():
         check(torch.equal(p, tensors[one]), f'{what}: {one} is not what train has written')

@@ -267,24 +267,26 @@ UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int 
 
 /* ---- training ---- */
 
-/* y, gate and up: equal shapes; y may be gate or up. */
-UPIPE_API upipe_status upipe_check_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+/* y, gate and up: equal shapes; y may be gate or up. `call` is swiglu or geglu */
+UPIPE_API upipe_status upipe_check_gated(upipe_ctx *c, const char *call, upipe_view y, upipe_view gate,
+                                         upipe_view up)
 {
-    UPIPE_TRY(upi_row_check(c, "swiglu", "y", y));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu", "gate", gate, y, y.d));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu", "up", up, y, y.d));
-    UPIPE_TRY(upi_row_check_alias(c, "swiglu", "y", y, "gate", gate));
-    return upi_row_check_alias(c, "swiglu", "y", y, "up", up);
+    UPIPE_TRY(upi_row_check(c, call, "y", y));
+    UPIPE_TRY(upi_row_check_like(c, call, "gate", gate, y, y.d));
+    UPIPE_TRY(upi_row_check_like(c, call, "up", up, y, y.d));
+    UPIPE_TRY(upi_row_check_alias(c, call, "y", y, "gate", gate));
+    return upi_row_check_alias(c, call, "y", y, "up", up);
 }
 
-/* gate, up and dy: equal shapes, three different addresses. */
-UPIPE_API upipe_status upipe_check_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+/* gate, up and dy: equal shapes, three different addresses. `call` is swiglu_bwd or geglu_bwd */
+UPIPE_API upipe_status upipe_check_gated_bwd(upipe_ctx *c, const char *call, upipe_view gate, upipe_view up,
+                                             upipe_view dy)
 {
-    UPIPE_TRY(upi_row_check(c, "swiglu_bwd", "dy", dy));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu_bwd", "gate", gate, dy, dy.d));
-    UPIPE_TRY(upi_row_check_like(c, "swiglu_bwd", "up", up, dy, dy.d));
+    UPIPE_TRY(upi_row_check(c, call, "dy", dy));
+    UPIPE_TRY(upi_row_check_like(c, call, "gate", gate, dy, dy.d));
+    UPIPE_TRY(upi_row_check_like(c, call, "up", up, dy, dy.d));
     if (dy.n > 0 && (gate.data == up.data || gate.data == dy.data || up.data == dy.data))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "swiglu_bwd: %s are the same memory",
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s are the same memory", call,
                           gate.data == up.data   ? "gate and up"
                           : gate.data == dy.data ? "gate and dy"
                                                  : "up and dy");
@@ -302,6 +304,8 @@ UPIPE_API upipe_status upipe_check_cross_entropy(upipe_ctx *c, const upipe_cross
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "cross_entropy: logits are %s [%lld][%d][%d], not f32 with one head",
                           upipe_dtype_name(l.dtype), (long long)l.n, l.h, l.d);
+    if (!(x->softcap >= 0) || !__builtin_isfinite(x->softcap))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: soft-cap %g", (double)x->softcap);
     if (x->grad.data != NULL) {
         UPIPE_TRY(upi_row_check_like(c, "cross_entropy", "grad", x->grad, l, l.d));
         UPIPE_TRY(upi_row_check_alias(c, "cross_entropy", "grad", x->grad, "logits", l));

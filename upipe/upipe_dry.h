@@ -291,6 +291,8 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ops.scale = upi_dry_scale;
     dry->ops.swiglu = upi_dry_swiglu;
     dry->ops.swiglu_bwd = upi_dry_swiglu;
+    if (ops->geglu != NULL) dry->ops.geglu = upi_dry_swiglu;
+    if (ops->geglu_bwd != NULL) dry->ops.geglu_bwd = upi_dry_swiglu;
     dry->ops.cross_entropy = upi_dry_cross_entropy;
     dry->ops.embed = upi_dry_embed;
     dry->ops.embed_bwd = upi_dry_embed;

@@ -65,11 +65,16 @@ typedef struct upipe_rope {
     int interleaved, inverse;
 } upipe_rope;
 
+/* The numbers of gelu by tanh: 2u = z * (UPIPE_GELU_ONE + UPIPE_GELU_CUBE * z^2), see the table's geglu. */
+#define UPIPE_GELU_ONE  1.5957691216057308f /* 2 sqrt(2 / pi) */
+#define UPIPE_GELU_CUBE 0.0713548162726002f /* of that 0.044715 */
+
 /* upipe_cross_entropy -- softmax cross-entropy of rows of logits, and its gradient
  *   logits   f32 [n][1][V]; consumed
  *   grad     [n][1][V]: scale * (softmax - onehot), 0 in ignored rows; may be logits itself where it is f32,
  *            otherwise does not overlap it. data NULL = not wanted
  *   loss     [n]: log sum exp - logit of the target, not scaled; 0 in ignored rows
+ *   softcap  logits are softcap * tanh(logit / softcap) of those given, whose gradient it is; 0 = none
  *   targets  [n], device memory; a negative one ignores its row. A target beyond V - 1 is an error (ARG) if
  *            the backend can tell; otherwise the row's loss is NaN
  */
@@ -77,7 +82,7 @@ typedef struct upipe_cross_entropy {
     upipe_view logits, grad;
     float *loss;
     const int32_t *targets;
-    float scale;
+    float scale, softcap;
 } upipe_cross_entropy;
 
 /* upipe_adamw -- one step of AdamW (decoupled weight decay) over n elements
@@ -186,6 +191,10 @@ typedef struct upipe_ops {
     upipe_status (*swiglu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
     /* Its backward, in place: gate and up become their gradients. */
     upipe_status (*swiglu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
+    /* The same with gelu by tanh in silu's place: z / 2 * (1 + tanh(u)) = z / (1 + exp(-2u)), where u = sqrt(2 / pi) *
+     * (z + 0.044715 * z^3). A table may lack both: NULL. */
+    upipe_status (*geglu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
+    upipe_status (*geglu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
     upipe_status (*cross_entropy)(upipe_ctx *c, const upipe_cross_entropy *x);
 
     /* x[i] = table[tokens[i]]; x [n][1][D], table [V][1][D] of any types. tokens: the device's memory. */

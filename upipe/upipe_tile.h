@@ -23,13 +23,14 @@
 
 enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits */
 
-/* upipe_mlp -- a SwiGLU MLP; zero fields are defaults
+/* upipe_mlp -- an MLP with a gate; zero fields are defaults
  *   w_gate w_up  [hidden][D], of x's type
  *   w_down       [D][hidden], of x's type
  *   norm_weight  f32 [D]: RMS norm of x before the MLP; NULL = none
  *   post_norm_weight  f32 [D]: RMS norm of the MLP's result, before x is added; NULL = none
  *   norm_eps     of these norms; 0 without any
  *   hidden       width of the hidden layer, F
+ *   gelu         nonzero: gelu by tanh (the table's geglu) of the gate, otherwise silu
  *   residual     nonzero: x is added to the result
  *   result_scale the result is multiplied by it before x is added; 0 = 1
  *   tile_bytes   limit of a tile's tensors, without the product's scratch, at least that of UPIPE_SUM_ROWS
@@ -40,7 +41,7 @@ typedef struct upipe_mlp {
     const float *norm_weight, *post_norm_weight;
     int64_t hidden;
     float norm_eps, result_scale;
-    int residual;
+    int gelu, residual;
     size_t tile_bytes;
 } upipe_mlp;
 
@@ -55,6 +56,7 @@ typedef struct upipe_mlp_grads {
  *   scale       of all gradients, the weights' too: 1 / (valid targets of all ranks) for the gradient of the
  *               mean loss. The losses are not scaled. 0 = 1
  *   logit_scale of the logits; 0 = 1
+ *   logit_softcap  then of the logits: softcap * tanh(logit / softcap); 0 = none
  *   tile_bytes  as in upipe_mlp; 0 = D * D / vocab rows, or those of the table's loss_bytes if they are more; at most D,
  *               at least UPIPE_TILE_LOSS_ROWS
  */
@@ -62,7 +64,7 @@ typedef struct upipe_head {
     const void *w;
     const float *norm_weight;
     int64_t vocab;
-    float norm_eps, scale, logit_scale;
+    float norm_eps, scale, logit_scale, logit_softcap;
     size_t tile_bytes;
 } upipe_head;
 
@@ -117,6 +119,8 @@ UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe
     UPIPE_TRY(upi_tiles_check(c, call, "x", x, like));
     if (m == NULL || m->w_gate == NULL || m->w_up == NULL || m->w_down == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: the MLP, w_gate, w_up or w_down is NULL", call);
+    if (m->gelu && (c->ops->geglu == NULL || c->ops->geglu_bwd == NULL))
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: the table has no geglu", call);
     if (m->hidden < 1 || m->hidden > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
                           (long long)m->hidden);
@@ -167,6 +171,13 @@ UPIPE_API upipe_status upi_mlp_project(upipe_ctx *c, const upipe_mlp *m, const u
                         UPIPE_GEMM_TRANS_B, buf->work, t->work_bytes);
 }
 
+/* y = silu(gate) * up, or gelu's. */
+UPIPE_API upipe_status upi_mlp_hidden(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view gate,
+                                      upipe_view up)
+{
+    return m->gelu ? c->ops->geglu(c, y, gate, up) : c->ops->swiglu(c, y, gate, up);
+}
+
 UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view x)
 {
     upi_tiling t;
@@ -178,7 +189,7 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
         upipe_view from = upipe_view_rows(x, at.row, at.n), to = upipe_view_rows(y, at.row, at.n);
         upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d), normed, gate, up;
         UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
-        UPIPE_TRY(c->ops->swiglu(c, gate, gate, up));
+        UPIPE_TRY(upi_mlp_hidden(c, m, gate, gate, up));
         UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden),
                                UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
         if (m->post_norm_weight != NULL)
@@ -190,11 +201,11 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
     return upi_tiles_free(c, &buf);
 }
 
-/* upipe_mlp_fwd -- y = [x +] [result_scale *] [post_norm] down(silu(gate(n)) * up(n)), n = norm(x) or x
+/* upipe_mlp_fwd -- y = [x +] [result_scale *] [post_norm] down(silu(gate(n)) * up(n)), n = norm(x) or x, or with gelu
  *   y       [rows][1][D] view of x's type, written; may be x, otherwise does not overlap it
  *   x       [rows][1][D] view
  *   bytes   allocates upipe_mlp_bytes(..., 0)
- *   errors  ARG, MEMORY; the pool is as before
+ *   errors  ARG, MEMORY; UNSUPPORTED: a table without geglu; the pool is as before
  *   paper   sections 2.3 (feed-forward) and 4 (tiles)
  */
 UPIPE_API upipe_status upipe_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view x)
@@ -264,7 +275,8 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
         upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d);
         upipe_view hidden = upipe_view_packed(buf.wide[2], x.dtype, at.n, 1, (int32_t)m->hidden);
         UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
-        if (g->w_down != NULL || m->post_norm_weight != NULL) UPIPE_TRY(c->ops->swiglu(c, hidden, gate, up));
+        if (g->w_down != NULL || m->post_norm_weight != NULL)
+            UPIPE_TRY(upi_mlp_hidden(c, m, hidden, gate, up));
         if (upi_mlp_is_changed(m)) UPIPE_TRY(upi_mlp_post_back(c, m, &t, &buf, sum, g, &above, hidden));
         if (g->w_down != NULL)
             UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_down, UPIPE_F32, x.d, 1, (int32_t)m->hidden),
@@ -272,7 +284,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
                                    t.work_bytes));
         UPIPE_TRY(c->ops->gemm(c, hidden, above, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden), 0,
                                buf.work, t.work_bytes));
-        UPIPE_TRY(c->ops->swiglu_bwd(c, gate, up, hidden));
+        UPIPE_TRY(m->gelu ? c->ops->geglu_bwd(c, gate, up, hidden) : c->ops->swiglu_bwd(c, gate, up, hidden));
         UPIPE_TRY(upi_mlp_back(c, m, &t, &buf, sum, g, normed, gate, up));
         if (m->residual && below.data != result.data) UPIPE_TRY(c->ops->cast(c, below, result));
         if (m->norm_weight != NULL)
@@ -360,6 +372,8 @@ UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upip
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: scale %g", call, (double)h->scale);
     if (!__builtin_isfinite(h->logit_scale))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: logit_scale %g", call, (double)h->logit_scale);
+    if (!(h->logit_softcap >= 0) || !__builtin_isfinite(h->logit_softcap))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: logit_softcap %g", call, (double)h->logit_softcap);
     return upi_tiles_norm_check(c, call, h->norm_weight, h->norm_eps, norm_weight_grad);
 }
 
@@ -408,6 +422,7 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
         entropy.loss = losses + at.row;
         entropy.targets = targets + at.row;
         entropy.scale = h->scale == 0 ? 1.0f : h->scale;
+        entropy.softcap = h->logit_softcap;
         UPIPE_TRY(c->ops->gemm(c, entropy.logits, normed, w, UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
         if (h->logit_scale != 0) {
             UPIPE_TRY(c->ops->scale(c, entropy.logits, entropy.logits, h->logit_scale));

@@ -171,7 +171,7 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     state.zero[LLAMA_WEIGHTS].weights = g->weights; /* all ranks read the same */
     r.zero = &state.zero[LLAMA_WEIGHTS];
     r.frozen = &state.frozen[LLAMA_WEIGHTS];
-    r.vectors[0] = (const float *)g->vectors;
+    UPIPE_TRY(model_vectors_alloc(&r, (const float *)g->vectors, NULL));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, (size_t)m->rows * 4, UPIPE_USE_INPUT, "tokens", &c->err));
     r.tokens = (int32_t *)data;
     UPIPE_TRY(logits_tokens(g, &r));
@@ -191,6 +191,7 @@ static upipe_status logits_rank(logits *g, const model *m, upipe_ctx *c, upipe_m
     UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
     UPIPE_TRY(model_weights_end(&r, head));
     UPIPE_TRY(model_free_block(&r, x));
+    UPIPE_TRY(model_vectors_free(&r));
     return upipe_mem_free(c->mem, r.tokens, &c->err);
 }
 
@@ -417,6 +418,7 @@ static int logits_main(logits *g, files *all)
     if (world_agree(&g->net, logits_load(g)) != 0 || logits_run(g) != 0) return -1;
     if (!world_is_root(&g->net)) return 0;
     if (logits_check(g) != 0) return -1;
+    model_logits_cap(&g->layout.config, g->out, g->tokens * g->layout.config.vocab);
     files_begin(all);
     if (files_npy(all, g->o.out, g->out, g->tokens, g->layout.config.vocab) != 0) return -1;
     return files_commit(all);

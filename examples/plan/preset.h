@@ -39,13 +39,17 @@ static const struct preset {
     {"qwen3-32b", LLAMA_IS_QWEN3, 64, 5120, 25600, 151936, 64, 8, 128, 0, 1000000, 1e-6, 0, 0},
     {"mistral-7b", LLAMA_IS_MISTRAL, 32, 4096, 14336, 32000, 32, 8, 128, 0, 10000, 1e-5, 4096, 0},
     {"mistral-7b-v0.3", LLAMA_IS_MISTRAL, 32, 4096, 14336, 32768, 32, 8, 128, 0, 1000000, 1e-5, 0, 0},
-    {"smollm2-135m", LLAMA_IS_LLAMA, 30, 576, 1536, 49152, 9, 3, 64, 1, 100000, 1e-5, 0, 0}};
+    {"smollm2-135m", LLAMA_IS_LLAMA, 30, 576, 1536, 49152, 9, 3, 64, 1, 100000, 1e-5, 0, 0},
+    {"gemma3-1b", LLAMA_IS_GEMMA3, 26, 1152, 6912, 262144, 4, 1, 256, 1, 1000000, 1e-6, 512, 0},
+    {"gemma2-2b", LLAMA_IS_GEMMA2, 26, 2304, 9216, 256000, 8, 4, 256, 1, 10000, 1e-6, 4096, 0},
+    {"gemma2-9b", LLAMA_IS_GEMMA2, 42, 3584, 14336, 256000, 16, 8, 256, 1, 10000, 1e-6, 4096, 0}};
 
 enum { PRESETS = sizeof presets / sizeof *presets };
 
 static inline void preset_config(llama_config *c, const struct preset *p)
 {
     const llama_family *family = &llama_families[p->family];
+    int64_t i;
     memset(c, 0, sizeof *c);
     c->layers = p->layers, c->dim = p->dim, c->hidden = p->hidden, c->vocab = p->vocab;
     c->heads = p->heads, c->kv_heads = p->kv_heads, c->head_dim = p->head_dim, c->tied = p->tied;
@@ -56,6 +60,10 @@ static inline void preset_config(llama_config *c, const struct preset *p)
     }
     c->family = p->family;
     c->qk_norm = family->qk_norm;
+    for (i = 0; i < p->layers; ++i)
+        if (family->pattern > 0 && (i + 1) % family->pattern == 0) c->by_layer[i] = LLAMA_SEES_ALL;
+    if (family->gemma) c->query_scalar = 256;
+    c->rope_local = family->local, c->attention_cap = family->attention_cap, c->logit_cap = family->logit_cap;
     c->attention_bias = family->bias_always || family->bias_absent ? family->bias : LLAMA_BIAS_NONE;
 }
 

@@ -15,7 +15,7 @@ import transformers
 TESTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), '..')
 sys.path.insert(0, TESTS)
 sys.argv[1:1] = ['train', os.path.join(TESTS, '..')]  # which that test is called with, and which nothing here uses
-from test_transformers import HEAD_DIM, widened  # pylint: disable=wrong-import-position
+from test_transformers import HEAD_DIM, class_of, widened  # pylint: disable=wrong-import-position
 
 VOCAB, DIM, HIDDEN, HEADS, KV_HEADS, LAYERS = 24, 32, 40, 4, 2, 2
 BATCH, TOKENS, PAD = 2, 16, 8
@@ -38,6 +38,9 @@ FAMILIES = [
     ('Granite', {'embedding_multiplier': 3.0, 'residual_multiplier': 0.375, 'attention_multiplier': 0.125, 'logits_scaling': 2.5,
                  'attention_bias': True}),
     ('Exaone4', SOME_WINDOWS),
+    ('Gemma3Text', SOME_WINDOWS | {'query_pre_attn_scalar': 24, 'tie_word_embeddings': True, 'pad_token_id': PAD}),
+    ('Gemma2', SOME_WINDOWS | {'query_pre_attn_scalar': 24, 'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0,
+                               'tie_word_embeddings': True}),
 ]
 FUSED = {'qkv_proj': [('q_proj', HEADS * HEAD_DIM), ('k_proj', KV_HEADS * HEAD_DIM), ('v_proj', KV_HEADS * HEAD_DIM)],
          'gate_up_proj': [('gate_proj', HIDDEN), ('up_proj', HIDDEN)]}
@@ -90,7 +93,7 @@ def row(name, more):
         vocab_size=VOCAB, hidden_size=DIM, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
         **{'tie_word_embeddings': False, 'pad_token_id': None, **more})
-    model = getattr(transformers, name + 'ForCausalLM')(config).float()
+    model = getattr(transformers, class_of(name))(config).float()
     config.architectures = [type(model).__name__]
     with torch.no_grad():
         for one, p in model.named_parameters():

@@ -25,6 +25,8 @@ typedef struct tile_shape {
     upipe_dtype dtype;
     double eps, scale; /* scale of a loss's gradients, as it is */
     double factor;     /* of the MLP's result, or of the logits; 0 = 1 */
+    int gelu;          /* in the MLP, by tanh */
+    double softcap;    /* of the logits; 0 = none */
 } tile_shape;
 
 /* Inputs or results; elements in tile_count's order. */

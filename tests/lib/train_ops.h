@@ -187,22 +187,57 @@ static inline void check_scale(test_rng *r, upipe_ctx *c, int d, upipe_dtype y_t
     buffers_free(0);
 }
 
-/* ---- swiglu ---- */
+/* ---- swiglu and geglu ---- */
 
-static inline double swiglu64(double g, double u)
+/* The sigmoid that an activation multiplies its gate by, and the slope of that sigmoid's argument. */
+static inline double gate64(double g, int gelu, double *slope)
 {
-    return g / (1 + exp(-g)) * u;
+    const double root = 2 * sqrt(2 / acos(-1.0));
+    *slope = gelu ? root * (1 + 3 * 0.044715 * g * g) : 1;
+    return 1 / (1 + exp(gelu ? -root * (g + 0.044715 * g * g * g) : -g));
 }
 
-/* d swiglu / d gate */
-static inline double swiglu_slope64(double g, double u)
+static inline double gated64(double g, double u, int gelu)
 {
-    double s = 1 / (1 + exp(-g));
-    return u * s * (1 + g * (1 - s));
+    double slope;
+    return g * gate64(g, gelu, &slope) * u;
 }
 
-static inline void check_swiglu(test_rng *r, upipe_ctx *c, int d, upipe_dtype y_type, upipe_dtype g_type,
-                                upipe_dtype u_type, int layout)
+/* d gated / d gate */
+static inline double gated_slope64(double g, double u, int gelu)
+{
+    double slope, s = gate64(g, gelu, &slope);
+    return s == 0 ? 0 : u * s * (1 + (s == 1 ? 0 : g * (1 - s) * slope));
+}
+
+/* As PyTorch says it, with tanh where it is gelu. */
+static inline float naive_gate(float g, int gelu, float *slope, int way)
+{
+    const float root = 0.7978845608f;
+    float t, inner;
+    if (!gelu) {
+        const float s = 1 / (1 + expf(-g));
+        *slope = s * naive_add(1, g, 1 - s, way);
+        return s;
+    }
+    t = tanhf(root * naive_add(g, 0.044715f, g * g * g, way));
+    inner = root * naive_add(1, 3 * 0.044715f, g * g, way);
+    *slope = naive_add(0.5f * (1 + t), 0.5f * g * (1 - t * t), inner, way);
+    return 0.5f * (1 + t);
+}
+
+static inline upipe_status gated(upipe_ctx *c, int gelu, upipe_view y, upipe_view gate, upipe_view up)
+{
+    return (gelu ? c->ops->geglu : c->ops->swiglu)(c, y, gate, up);
+}
+
+static inline upipe_status gated_bwd(upipe_ctx *c, int gelu, upipe_view gate, upipe_view up, upipe_view dy)
+{
+    return (gelu ? c->ops->geglu_bwd : c->ops->swiglu_bwd)(c, gate, up, dy);
+}
+
+static inline void check_gated(test_rng *r, upipe_ctx *c, int gelu, int d, upipe_dtype y_type,
+                               upipe_dtype g_type, upipe_dtype u_type, int layout)
 {
     const double step = 1e-5;
     upipe_view gate = tensor(r, g_type, 4, 2, d, layout, 4), up = tensor(r, u_type, 4, 2, d, PACKED, 1);
@@ -212,51 +247,55 @@ static inline void check_swiglu(test_rng *r, upipe_ctx *c, int d, upipe_dtype y_
     judged t = judge_begin(elements(y)), tg = judge_begin(elements(y)), tu = judge_begin(elements(y));
     int ok = 1;
     for (int64_t at = 0; at < t.n; ++at) {
-        float g = get_at(gate, at), u = get_at(up, at), o = get_at(dy, at), s = 1 / (1 + expf(-g));
+        float g = get_at(gate, at), u = get_at(up, at), o = get_at(dy, at);
         double g64 = (double)g, u64 = (double)u, o64 = (double)o;
-        t.want[at] = swiglu64(g64, u64);
-        tg.want[at] = o64 * swiglu_slope64(g64, u64);
-        tu.want[at] = o64 * swiglu64(g64, 1);
-        if (!is_slope(swiglu_slope64(g64, u64), swiglu64(g64 + step, u64), swiglu64(g64 - step, u64), step))
+        t.want[at] = gated64(g64, u64, gelu);
+        tg.want[at] = o64 * gated_slope64(g64, u64, gelu);
+        tu.want[at] = o64 * gated64(g64, 1, gelu);
+        if (!is_slope(gated_slope64(g64, u64, gelu), gated64(g64 + step, u64, gelu),
+                      gated64(g64 - step, u64, gelu), step))
             ok = 0;
         for (int way = 0; way < NAIVE_WAYS; ++way) {
-            t.naive[way][at] = naive_store(y_type, g / (1 + expf(-g)) * u);
-            tg.naive[way][at] = naive_store(g_type, o * u * s * naive_add(1, g, 1 - s, way));
+            float slope, s = naive_gate(g, gelu, &slope, way);
+            t.naive[way][at] = naive_store(y_type, g * s * u);
+            tg.naive[way][at] = naive_store(g_type, o * u * slope);
             tu.naive[way][at] = naive_store(u_type, o * g * s);
         }
     }
-    CHECK_SAY(ok, "swiglu's f64 gradient is not its slope, d %d", d);
-    CHECK_OP(swiglu(c, y, gate, up));
+    CHECK_SAY(ok, "the f64 gradient of swiglu or geglu (%d) is not its slope, d %d", gelu, d);
+    CHECK_STATUS(gated(c, gelu, y, gate, up), UPIPE_OK, c->err);
     CHECK(same(gate, dgate) && same(up, dup));
-    CHECK_OP(swiglu_bwd(c, dgate, dup, dy));
-    judge(&t, y, "swiglu");
-    judge(&tg, dgate, "swiglu dgate");
-    judge(&tu, dup, "swiglu dup");
+    CHECK_STATUS(gated_bwd(c, gelu, dgate, dup, dy), UPIPE_OK, c->err);
+    judge(&t, y, gelu ? "geglu" : "swiglu");
+    judge(&tg, dgate, gelu ? "geglu dgate" : "swiglu dgate");
+    judge(&tu, dup, gelu ? "geglu dup" : "swiglu dup");
     CHECK(gaps_whole(y) && gaps_whole(dgate) && gaps_whole(dup));
     CHECK_BYTES(dy.data, keep.data, view_bytes(dy));
     /* in two calls and other layouts: the same bits */
     for (int i = 0; i < 2; ++i) {
         upipe_view gi = upipe_view_rows(gate2, i, 1 + 2 * i), ui = upipe_view_rows(up2, i, 1 + 2 * i);
-        CHECK_OP(swiglu(c, upipe_view_rows(y2, i, 1 + 2 * i), gi, ui));
-        CHECK_OP(swiglu_bwd(c, gi, ui, upipe_view_rows(dy, i, 1 + 2 * i)));
+        CHECK_STATUS(gated(c, gelu, upipe_view_rows(y2, i, 1 + 2 * i), gi, ui), UPIPE_OK, c->err);
+        CHECK_STATUS(gated_bwd(c, gelu, gi, ui, upipe_view_rows(dy, i, 1 + 2 * i)), UPIPE_OK, c->err);
     }
     CHECK(same(y2, y) && same(gate2, dgate) && same(up2, dup));
     /* in place */
     if (g_type == y_type) {
-        CHECK_OP(swiglu(c, gate, gate, up));
+        CHECK_STATUS(gated(c, gelu, gate, gate, up), UPIPE_OK, c->err);
         CHECK(same(gate, y) && gaps_whole(gate));
     } else if (u_type == y_type) {
-        CHECK_OP(swiglu(c, up, gate, up));
+        CHECK_STATUS(gated(c, gelu, up, gate, up), UPIPE_OK, c->err);
         CHECK(same(up, y) && gaps_whole(up));
     }
     buffers_free(0);
 }
 
-/* Far gates: nothing finite becomes infinite, what is 0 in f64 is 0, and a NaN stays one. */
-static inline void check_swiglu_ends(upipe_ctx *c)
+/* Far gates: nothing finite becomes infinite, what is 0 in f64 is 0, and a NaN stays one. The exponent of gelu's sigmoid
+ * is off by a few roundings of its own size, silu's by none. */
+static inline void check_gated_ends(upipe_ctx *c, int gelu)
 {
-    static const float gates[] = {0,      1e-30f, -1e-30f, 17,  -17,  80,    -80,   87,    -87,
-                                  88.05f, -88.1f, 89,      -89, 1e4f, -1e4f, 3e38f, -3e38f};
+    static const float gates[] = {0,      1e-30f, -1e-30f, 17,    -17,  80,    -80,   87,     -87,
+                                  88.05f, -88.1f, 89,      -89,   1e4f, -1e4f, 3e38f, -3e38f, 5.5f,
+                                  -5.5f,  9.9f,   -9.9f,   99.9f, -101, 2e13f, -2e13f};
     enum { COUNT = (int)(sizeof gates / sizeof *gates) };
     float y[COUNT], gate[COUNT], up[COUNT], dy[COUNT];
     upipe_view vy = upipe_view_packed(y, UPIPE_F32, 1, 1, COUNT), vg = vy, vu = vy, vd = vy;
@@ -268,15 +307,18 @@ static inline void check_swiglu_ends(upipe_ctx *c)
         up[i] = 1;
         dy[i] = i % 2 ? -1.0f : 1.0f;
     }
-    CHECK_OP(swiglu(c, vy, vg, vu));
-    CHECK_OP(swiglu_bwd(c, vg, vu, vd));
+    CHECK_STATUS(gated(c, gelu, vy, vg, vu), UPIPE_OK, c->err);
+    CHECK_STATUS(gated_bwd(c, gelu, vg, vu, vd), UPIPE_OK, c->err);
     for (int i = 0; i < COUNT; ++i) {
-        double g = (double)gates[i], value = swiglu64(g, 1), slope = swiglu_slope64(g, 1);
-        double near = 4e-7 + (fabs(g) < 100 ? 1.2e-7 * fabs(g) : 0), sign = (double)dy[i];
-        CHECK_SAY(fabs((double)y[i] - value) <= near * fabs(value) + 1e-36, "silu(%g) = %g, not %g", g,
-                  (double)y[i], value);
-        CHECK_SAY(fabs((double)gate[i] - sign * slope) <= near * fabs(slope) + 1e-36,
-                  "silu'(%g) = %g, not %g", g, (double)gate[i], sign * slope);
+        double g = (double)gates[i], value = gated64(g, 1, gelu), slope = gated_slope64(g, 1, gelu),
+               sign = (double)dy[i];
+        double large = fabs(g) < 100 ? fabs(g) : 0; /* of the exponent */
+        if (gelu && fabs(g) < 12) large = 4 * (1.6 * large + 0.072 * large * large * large);
+        const double near = 4e-7 + 1.2e-7 * large;
+        CHECK_SAY(fabs((double)y[i] - value) <= near * fabs(value) + 1e-36, "%s(%g) = %g, not %g",
+                  gelu ? "gelu" : "silu", g, (double)y[i], value);
+        CHECK_SAY(fabs((double)gate[i] - sign * slope) <= near * fabs(slope) + 1e-36, "%s'(%g) = %g, not %g",
+                  gelu ? "gelu" : "silu", g, (double)gate[i], sign * slope);
         CHECK_SAY(fabs((double)up[i] - sign * value) <= near * fabs(value) + 1e-36, "dup at %g is %g, not %g",
                   g, (double)up[i], sign * value);
     }
@@ -286,8 +328,8 @@ static inline void check_swiglu_ends(upipe_ctx *c)
         if (which == 0) gate[5] = NAN;
         if (which == 1) up[5] = NAN;
         if (which == 2) dy[5] = NAN;
-        CHECK_OP(swiglu(c, vy, vg, vu));
-        CHECK_OP(swiglu_bwd(c, vg, vu, vd));
+        CHECK_STATUS(gated(c, gelu, vy, vg, vu), UPIPE_OK, c->err);
+        CHECK_STATUS(gated_bwd(c, gelu, vg, vu, vd), UPIPE_OK, c->err);
         CHECK_INT(isnan(y[5]) != 0, which != 2);
         CHECK(isnan(gate[5]));
         CHECK_INT(isnan(up[5]) != 0, which != 1);
@@ -480,6 +522,98 @@ static inline void check_cross_entropy_ends(upipe_ctx *c)
     CHECK_STATUS(cross_entropy(c, x, g, &loss, &target, 1), UPIPE_OK, c->err);
     CHECK(loss == 0);
     for (int k = 0; k < COLUMNS; ++k) CHECK(grad[k] == 0);
+}
+
+/* Under a soft-cap: near the truth, the same bits in place, narrow, in two calls and without a gradient. */
+static inline void check_cross_entropy_capped(test_rng *r, upipe_ctx *c, int v, upipe_dtype narrow_type,
+                                              float softcap)
+{
+    const float scale = 0.037f;
+    upipe_view logits = empty(UPIPE_F32, CE_ROWS, 1, v, HEADS_OUTER), in_place, again, halves, alone;
+    upipe_view grad = empty(UPIPE_F32, CE_ROWS, 1, v, HEADS_INNER),
+               narrow = empty(narrow_type, CE_ROWS, 1, v, HEADS_INNER);
+    float loss[CE_ROWS], loss2[CE_ROWS], *squashed = floats(v);
+    int32_t targets[CE_ROWS];
+    double *row = (double *)buffer((size_t)v * sizeof *row),
+           *capped = (double *)buffer((size_t)v * sizeof *row);
+    const double cap = (double)softcap, step = 1e-5;
+    upipe_view rows = upipe_view_packed(loss, UPIPE_F32, CE_ROWS, 1, 1);
+    judged tl = judge_begin(CE_ROWS), tg = judge_begin(elements(logits));
+    upipe_cross_entropy x;
+    int ok = 1;
+    ce_fill(r, logits, targets);
+    for (int i = 0; i < CE_ROWS; ++i) {
+        tl.want[i] = 0;
+        memset(tg.want + i * v, 0, (size_t)v * sizeof *tg.want);
+        for (int way = 0; way < NAIVE_WAYS; ++way) {
+            tl.naive[way][i] = 0;
+            memset(tg.naive[way] + i * v, 0, (size_t)v * sizeof(float));
+        }
+        if (targets[i] < 0) continue;
+        for (int k = 0; k < v; ++k) {
+            row[k] = get(logits, i, 0, k);
+            capped[k] = cap * tanh(row[k] / cap);
+            squashed[k] = softcap * tanhf((float)row[k] / softcap);
+        }
+        tl.want[i] = loss64(capped, v, targets[i]);
+        grad64(tg.want + i * v, capped, v, targets[i]);
+        for (int k = 0; k < v; ++k) tg.want[i * v + k] *= 1 - capped[k] / cap * capped[k] / cap;
+        for (int k = 0; k < v; k += 1 + v / 9) {
+            const double old = capped[k];
+            double up, down;
+            if (isinf(row[k])) continue;
+            capped[k] = cap * tanh((row[k] + step) / cap);
+            up = loss64(capped, v, targets[i]);
+            capped[k] = cap * tanh((row[k] - step) / cap);
+            down = loss64(capped, v, targets[i]);
+            capped[k] = old;
+            ok = ok && is_slope(tg.want[i * v + k], up, down, step);
+        }
+        for (int k = 0; k < v; ++k) tg.want[i * v + k] *= (double)scale;
+        for (int way = 0; way < NAIVE_WAYS; ++way) {
+            naive_loss(&tl.naive[way][i], tg.naive[way] + i * v, squashed, v, targets[i], scale, way);
+            for (int k = 0; k < v; ++k) {
+                const float t = squashed[k] / softcap;
+                tg.naive[way][i * v + k] *= 1 - t * t;
+            }
+        }
+    }
+    CHECK_SAY(ok, "capped cross entropy's f64 gradient is not its slope, %d columns", v);
+    in_place = twin(logits);
+    again = twin(logits);
+    halves = twin(logits);
+    alone = twin(logits);
+    x = cross_entropy_of(logits, grad, loss, targets, scale);
+    x.softcap = softcap;
+    CHECK_OP(cross_entropy(c, &x));
+    judge(&tl, rows, "capped cross entropy");
+    judge(&tg, grad, "capped cross entropy's gradient");
+    CHECK(gaps_whole(grad) && gaps_whole(logits) && loss[6] == 0);
+    x.loss = loss2;
+    x.logits = x.grad = in_place;
+    CHECK_OP(cross_entropy(c, &x));
+    CHECK(same(in_place, grad) && gaps_whole(in_place));
+    CHECK_BYTES(loss2, loss, sizeof loss);
+    x.logits = again;
+    x.grad = narrow;
+    CHECK_OP(cross_entropy(c, &x));
+    CHECK(same_rounded(narrow, grad) && gaps_whole(narrow));
+    for (int i = 0; i < 2; ++i) {
+        x.logits = x.grad = upipe_view_rows(halves, 3 * i, 3 + 2 * i);
+        x.loss = loss2 + 3 * i;
+        x.targets = targets + 3 * i;
+        CHECK_OP(cross_entropy(c, &x));
+    }
+    CHECK(same(halves, grad));
+    CHECK_BYTES(loss2, loss, sizeof loss);
+    x = cross_entropy_of(alone, (upipe_view){0}, loss2, targets, scale);
+    x.softcap = softcap;
+    memset(loss2, 0xff, sizeof loss2);
+    CHECK_OP(cross_entropy(c, &x));
+    CHECK_BYTES(loss2, loss, sizeof loss);
+    x.softcap = -1;
+    CHECK(c->ops->cross_entropy(c, &x) == UPIPE_ERR_ARG && strstr(c->err.text, "soft-cap -1") != NULL);
+    buffers_free(0);
 }
 
 /* ---- embedding ---- */
@@ -775,6 +909,8 @@ static inline void check_pointwise_statuses(upipe_ctx *c)
     REFUSED(swiglu_bwd(c, x, y, x), ARG, "gate and dy are the same memory");
     REFUSED(swiglu_bwd(c, x, y, y), ARG, "up and dy are the same memory");
     REFUSED(swiglu_bwd(c, x, y, (v = z, v.n = 1, v)), ARG, "gate is [2][2][8], not [1][2][8]");
+    REFUSED(geglu(c, x, y, WITH(v.data = NULL)), ARG, "geglu: up is NULL");
+    REFUSED(geglu_bwd(c, x, x, y), ARG, "geglu_bwd: gate and up are the same memory");
     REFUSED(total(c, NULL, x, 0), ARG, "out is NULL");
     REFUSED(total(c, &out, (v = z, v.n = 1, v.data = NULL, v), 0), ARG, "x is NULL");
     /* no rows: no memory needed */
@@ -783,6 +919,8 @@ static inline void check_pointwise_statuses(upipe_ctx *c)
     CHECK_OP(scale(c, v, v, 2));
     CHECK_OP(swiglu(c, v, v, v));
     CHECK_OP(swiglu_bwd(c, v, v, v));
+    CHECK_OP(geglu(c, v, v, v));
+    CHECK_OP(geglu_bwd(c, v, v, v));
 }
 
 static inline void check_token_statuses(upipe_ctx *c)
@@ -877,8 +1015,8 @@ static inline void check_train_ops(test_rng *r, upipe_ctx *c, int most_columns)
             int d = train_dims[pick], layout = which / (all * all), one = which % all,
                 two = which / all % all;
             /* each three of types in one of the layouts */
-            check_swiglu(r, c, d, (upipe_dtype)one, (upipe_dtype)two,
-                         (upipe_dtype)((one + two + layout) % all), layout);
+            check_gated(r, c, (which + which / all) % 2, d, (upipe_dtype)one, (upipe_dtype)two,
+                        (upipe_dtype)((one + two + layout) % all), layout);
             check_add(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
             check_scale(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
             check_embed(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
@@ -896,10 +1034,14 @@ static inline void check_train_ops(test_rng *r, upipe_ctx *c, int most_columns)
                                 which == 0   ? 1.0f
                                 : which == 1 ? 0.037f
                                              : -2.0f);
+    for (int pick = 0; pick < (int)(sizeof columns / sizeof *columns) && columns[pick] <= most_columns;
+         ++pick)
+        check_cross_entropy_capped(r, c, columns[pick], UPIPE_BF16, pick % 2 ? 4.0f : 30.0f);
     check_rmsnorm_long(r, c, 6);
     check_rmsnorm_long(r, c, 9);
     check_rmsnorm_long(r, c, 2051);
-    check_swiglu_ends(c);
+    check_gated_ends(c, 0);
+    check_gated_ends(c, 1);
     check_cross_entropy_ends(c);
     check_total_range(c);
     check_adamw_first(c);

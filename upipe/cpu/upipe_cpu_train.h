@@ -1,7 +1,7 @@
 /* upipe_cpu_train.h -- what a model needs around its attention        backend cpu, includes cpu_rows
  *
- * Fills the table's add, scale, swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links
- * with the math library.
+ * Fills the table's add, scale, swiglu, geglu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total and
+ * adamw. Links with the math library.
  *
  *     upi_cpu_swiglu(...)            y [n][h][d] = silu(gate) * up
  *     upi_cpu_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient
@@ -90,48 +90,73 @@ UPI_INLINE void upi_fw_sigmoid(upi_fw z, upi_fw *s, upi_fw *rest)
     *rest = upi_fw_select(negative, large, small);
 }
 
-/* Views: y, gate, up. y's type is looked at for every vector: beside an exponential that costs nothing. */
-UPI_INLINE void upi_swiglu_step(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
-                                const void *up, upipe_dtype up_type, int64_t k, int64_t n)
+/* Of the gate's activation g * s: s, and the slope. silu: s is the sigmoid of g; its slope s (1 + g (1 - s)) lies within
+ * -0.1 .. 1.1 for any finite g. gelu: that of 2u, whose slope is 2u'. Beyond 100 s is 0 or 1, whatever g is, and powers
+ * of g could overflow; a NaN stays one. */
+UPI_INLINE void upi_fw_gate(upi_fw g, int gelu, upi_fw *s, upi_fw *slope)
 {
-    upi_fw g = upi_row_get(gate, gate_type, k, n), s, rest;
-    upi_fw_sigmoid(g, &s, &rest);
+    const upi_fw one = upi_fw_set1(1.0f);
+    upi_fw near, square, rest, grows;
+    if (!gelu) {
+        upi_fw_sigmoid(g, s, &rest);
+        *slope = upi_fw_mul(*s, upi_fw_fma(g, rest, one));
+        return;
+    }
+    near = upi_fw_max(upi_fw_set1(-100.0f), upi_fw_min(upi_fw_set1(100.0f), g));
+    square = upi_fw_mul(near, near);
+    upi_fw_sigmoid(
+        upi_fw_mul(near, upi_fw_fma(upi_fw_set1(UPIPE_GELU_CUBE), square, upi_fw_set1(UPIPE_GELU_ONE))), s,
+        &rest);
+    grows = upi_fw_fma(upi_fw_set1(3 * UPIPE_GELU_CUBE), square, upi_fw_set1(UPIPE_GELU_ONE));
+    *slope = upi_fw_mul(*s, upi_fw_fma(upi_fw_mul(near, rest), grows, one));
+}
+
+/* Views: y, gate, up. y's type is looked at for every vector: beside an exponential that costs nothing. */
+UPI_INLINE void upi_gated_step(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
+                               const void *up, upipe_dtype up_type, int gelu, int64_t k, int64_t n)
+{
+    upi_fw g = upi_row_get(gate, gate_type, k, n), s, slope;
+    upi_fw_gate(g, gelu, &s, &slope);
     upi_row_put(y, y_type, k, n, upi_fw_mul(upi_fw_mul(g, s), upi_row_get(up, up_type, k, n)));
 }
 
-UPI_INLINE void upi_swiglu_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
-                                upipe_dtype up_type)
+UPI_INLINE void upi_gated_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
+                               upipe_dtype up_type, int gelu)
 {
     int64_t i, j;
     for (i = first; i < last; ++i)
         for (j = 0; j < f->heads; ++j) {
             char *y = upi_flat_at(f, 0, i, j), *gate = upi_flat_at(f, 1, i, j), *up = upi_flat_at(f, 2, i, j);
             UPI_ROW_STEPS(k, n, upi_flat_length(f, i),
-                          upi_swiglu_step(y, f->v[0].dtype, gate, gate_type, up, up_type, k, n));
+                          upi_gated_step(y, f->v[0].dtype, gate, gate_type, up, up_type, gelu, k, n));
         }
 }
 
 UPI_CPU_KERNEL void upi_swiglu_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype, upi_swiglu_rows(f, first, last, gate, up));
+    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype, upi_gated_rows(f, first, last, gate, up, 0));
 }
 
-/* Views: gate, up, dy. The slope s (1 + g (1 - s)) comes first: it lies within -0.1 .. 1.1 for any finite
- * g. */
-UPI_INLINE void upi_swiglu_bwd_step(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
-                                    const void *dy, upipe_dtype dy_type, int64_t k, int64_t n)
+UPI_CPU_KERNEL void upi_geglu_run(const void *call, int64_t first, int64_t last)
 {
-    upi_fw g = upi_row_get(gate, gate_type, k, n), u = upi_row_get(up, up_type, k, n), s, rest, slope;
+    const upi_flat *f = (const upi_flat *)call;
+    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype, upi_gated_rows(f, first, last, gate, up, 1));
+}
+
+/* Views: gate, up, dy. */
+UPI_INLINE void upi_gated_bwd_step(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
+                                   const void *dy, upipe_dtype dy_type, int gelu, int64_t k, int64_t n)
+{
+    upi_fw g = upi_row_get(gate, gate_type, k, n), u = upi_row_get(up, up_type, k, n), s, slope;
     upi_fw grad = upi_row_get(dy, dy_type, k, n);
-    upi_fw_sigmoid(g, &s, &rest);
-    slope = upi_fw_mul(s, upi_fw_fma(g, rest, upi_fw_set1(1.0f)));
+    upi_fw_gate(g, gelu, &s, &slope);
     upi_row_put(gate, gate_type, k, n, upi_fw_mul(upi_fw_mul(slope, u), grad));
     upi_row_put(up, up_type, k, n, upi_fw_mul(upi_fw_mul(g, s), grad));
 }
 
-UPI_INLINE void upi_swiglu_bwd_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
-                                    upipe_dtype up_type)
+UPI_INLINE void upi_gated_bwd_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
+                                   upipe_dtype up_type, int gelu)
 {
     int64_t i, j;
     for (i = first; i < last; ++i)
@@ -139,14 +164,20 @@ UPI_INLINE void upi_swiglu_bwd_rows(const upi_flat *f, int64_t first, int64_t la
             char *gate = upi_flat_at(f, 0, i, j), *up = upi_flat_at(f, 1, i, j),
                  *dy = upi_flat_at(f, 2, i, j);
             UPI_ROW_STEPS(k, n, upi_flat_length(f, i),
-                          upi_swiglu_bwd_step(gate, gate_type, up, up_type, dy, f->v[2].dtype, k, n));
+                          upi_gated_bwd_step(gate, gate_type, up, up_type, dy, f->v[2].dtype, gelu, k, n));
         }
 }
 
 UPI_CPU_KERNEL void upi_swiglu_bwd_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype, upi_swiglu_bwd_rows(f, first, last, gate, up));
+    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype, upi_gated_bwd_rows(f, first, last, gate, up, 0));
+}
+
+UPI_CPU_KERNEL void upi_geglu_bwd_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_flat *f = (const upi_flat *)call;
+    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype, upi_gated_bwd_rows(f, first, last, gate, up, 1));
 }
 
 /* ---- one row of logits: UPI_ROW_SUMS at a time, the last few filled up with -inf ---- */
@@ -223,6 +254,33 @@ UPI_INLINE void upi_logits_grad(void *grad, upipe_dtype dtype, const float *row,
                     upi_fw_mul(upi_fw_exp(upi_fw_sub(upi_row_get(row, UPIPE_F32, k, n), high)), by)));
 }
 
+/* The row becomes softcap * tanh(row / softcap). */
+UPI_CPU_KERNEL void upi_logits_cap(float *row, int64_t d, float softcap)
+{
+    const upi_fw cap = upi_fw_set1(softcap);
+    UPI_ROW_STEPS(
+        k, n, d,
+        upi_row_put(row, UPIPE_F32, k, n,
+                    upi_fw_mul(cap, upi_fw_tanh(upi_fw_div(upi_row_get(row, UPIPE_F32, k, n), cap)))));
+}
+
+/* factor * e^(x - top), times 1 - (x / cap)^2. */
+UPI_INLINE upi_fw upi_fw_capped(upi_fw x, upi_fw top, upi_fw factor, upi_fw cap)
+{
+    const upi_fw t = upi_fw_div(x, cap), p = upi_fw_mul(upi_fw_exp(upi_fw_sub(x, top)), factor);
+    return upi_fw_mul(p, upi_fw_sub(upi_fw_set1(1.0f), upi_fw_mul(t, t)));
+}
+
+/* upi_logits_grad of the logits before the cap; row is what they have become. */
+UPI_INLINE void upi_logits_grad_capped(void *grad, upipe_dtype dtype, const float *row, int64_t d, float top,
+                                       float factor, float softcap)
+{
+    const upi_fw high = upi_fw_set1(top), by = upi_fw_set1(factor), cap = upi_fw_set1(softcap);
+    UPI_ROW_STEPS(
+        k, n, d,
+        upi_row_put(grad, dtype, k, n, upi_fw_capped(upi_row_get(row, UPIPE_F32, k, n), high, by, cap)));
+}
+
 /* The row's loss; its gradient where grad is not NULL.
  *
  * With the target t apart from the others, 1 - p[t] = others / sum: neither the gradient of a target whose
@@ -230,15 +288,24 @@ UPI_INLINE void upi_logits_grad(void *grad, upipe_dtype dtype, const float *row,
  */
 UPI_INLINE float upi_cross_entropy_row(const upipe_cross_entropy *x, int64_t i, void *grad)
 {
-    const float *row = (const float *)upipe_view_at(x->logits, i, 0);
+    float *const row = (float *)upipe_view_at(x->logits, i, 0);
     int64_t d = x->logits.d, target = x->targets[i];
-    float top = upi_logits_max(row, d), others = upi_logits_sum(row, d, top, target), at = row[target], sum;
-    float t[UPI_LANES];
+    float top, others, at, sum, t[UPI_LANES];
+    if (x->softcap != 0) upi_logits_cap(row, d, x->softcap);
+    top = upi_logits_max(row, d);
+    others = upi_logits_sum(row, d, top, target);
+    at = row[target];
     upi_f8_store(t, upi_f8_exp(upi_f8_set1(at - top)));
     sum = others + t[0];
-    if (grad != NULL) {
+    if (grad != NULL && x->softcap == 0) {
         UPI_WITH_TYPE(dtype, x->grad.dtype, upi_logits_grad(grad, dtype, row, d, top, x->scale / sum));
         upipe_cpu_put(grad, x->grad.dtype, target, -(x->scale * (others / sum)));
+    }
+    if (grad != NULL && x->softcap != 0) {
+        const float squashed = at / x->softcap;
+        UPI_WITH_TYPE(dtype, x->grad.dtype,
+                      upi_logits_grad_capped(grad, dtype, row, d, top, x->scale / sum, x->softcap));
+        upipe_cpu_put(grad, x->grad.dtype, target, -(x->scale * (others / sum)) * (1 - squashed * squashed));
     }
     return (at == top ? log1pf(others) : logf(sum)) + (top - at);
 }
@@ -538,32 +605,54 @@ UPIPE_API upipe_status upi_cpu_scale(upipe_ctx *c, upipe_view y, upipe_view x, f
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+UPIPE_API upipe_status upi_cpu_gated(upipe_ctx *c, const char *call, upi_rows_run run, upipe_view y,
+                                     upipe_view gate, upipe_view up)
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upipe_check_swiglu(c, y, gate, up));
+    UPIPE_TRY(upipe_check_gated(c, call, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = gate;
     v[2] = up;
     f = upi_flat_make(v, 3);
-    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_swiglu_run, &f);
+    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, run, &f);
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+UPIPE_API upipe_status upi_cpu_gated_bwd(upipe_ctx *c, const char *call, upi_rows_run run, upipe_view gate,
+                                         upipe_view up, upipe_view dy)
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upipe_check_swiglu_bwd(c, gate, up, dy));
+    UPIPE_TRY(upipe_check_gated_bwd(c, call, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     v[0] = gate;
     v[1] = up;
     v[2] = dy;
     f = upi_flat_make(v, 3);
-    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_swiglu_bwd_run, &f);
+    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, run, &f);
     return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_cpu_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    return upi_cpu_gated(c, "swiglu", upi_swiglu_run, y, gate, up);
+}
+
+UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+{
+    return upi_cpu_gated_bwd(c, "swiglu_bwd", upi_swiglu_bwd_run, gate, up, dy);
+}
+
+UPIPE_API upipe_status upi_cpu_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    return upi_cpu_gated(c, "geglu", upi_geglu_run, y, gate, up);
+}
+
+UPIPE_API upipe_status upi_cpu_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+{
+    return upi_cpu_gated_bwd(c, "geglu_bwd", upi_geglu_bwd_run, gate, up, dy);
 }
 
 UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)

@@ -1,6 +1,6 @@
 /* upipe_cuda_train.h -- what a model needs around its attention        backend cuda, includes cuda_norm
  *
- * Fills the table's swiglu, swiglu_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
+ * Fills the table's swiglu, geglu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
  *
  *     upi_cuda_swiglu(...)            y [n][h][d] = silu(gate) * up
  *     upi_cuda_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient
@@ -31,9 +31,25 @@ UPI_DEVICE void upi_sigmoid(float z, float *s, float *rest)
     *rest = z < 0 ? large : small;
 }
 
-template <int TYPES>
+/* Of the gate's activation g * s: s, and the slope. silu: s is the sigmoid of g; its slope s (1 + g (1 - s)) lies within
+ * -0.1 .. 1.1 for any finite g. gelu: that of 2u, whose slope is 2u'. Beyond 100 s is 0 or 1, whatever g is, and powers
+ * of g could overflow; a NaN stays one. */
+template <int GELU> UPI_DEVICE void upi_gate(float g, float *s, float *slope)
+{
+    float rest;
+    if (GELU) {
+        const float near = g > 100 ? 100.0f : g < -100 ? -100.0f : g, square = near * near;
+        upi_sigmoid(near * fmaf(UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), s, &rest);
+        *slope = *s * fmaf(near * rest, fmaf(3 * UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), 1.0f);
+    } else {
+        upi_sigmoid(g, s, &rest);
+        *slope = *s * fmaf(g, rest, 1.0f);
+    }
+}
+
+template <int TYPES, int GELU>
 UPI_KERNEL(256, 1)
-void upi_swiglu_rows(upipe_view y, upipe_view gate, upipe_view up, upi_span s)
+void upi_gated_rows(upipe_view y, upipe_view gate, upipe_view up, upi_span s)
 {
     UPI_EACH_TEAM(s, first)
     {
@@ -42,32 +58,17 @@ void upi_swiglu_rows(upipe_view y, upipe_view gate, upipe_view up, upi_span s)
         int l;
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l) {
-            float one, rest;
-            upi_sigmoid(g.v[l], &one, &rest);
+            float one, slope;
+            upi_gate<GELU>(g.v[l], &one, &slope);
             g.v[l] = g.v[l] * one * u.v[l];
         }
         upi_view_put<TYPES>(y, p, s.vec, g);
     }
 }
 
-UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    upipe_view v[3];
-    upi_span s;
-    UPIPE_TRY(upipe_check_swiglu(c, y, gate, up));
-    if (y.n == 0) return UPIPE_OK;
-    v[0] = y;
-    v[1] = gate;
-    v[2] = up;
-    s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_TYPES(c, upi_types(v, 3), upi_swiglu_rows, upi_span_grid(c, s), UPI_BLOCK, 0, y, gate,
-                            up, s);
-}
-
-/* The slope s (1 + g (1 - s)) comes first: it lies within -0.1 .. 1.1 for any finite g. */
-template <int TYPES>
+template <int TYPES, int GELU>
 UPI_KERNEL(256, 1)
-void upi_swiglu_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span s)
+void upi_gated_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span s)
 {
     UPI_EACH_TEAM(s, first)
     {
@@ -77,30 +78,62 @@ void upi_swiglu_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span
         int l;
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l) {
-            float one, rest, slope, silu;
-            upi_sigmoid(g.v[l], &one, &rest);
-            slope = one * fmaf(g.v[l], rest, 1.0f);
-            silu = g.v[l] * one;
+            float one, slope, value;
+            upi_gate<GELU>(g.v[l], &one, &slope);
+            value = g.v[l] * one;
             g.v[l] = slope * u.v[l] * o.v[l];
-            u.v[l] = silu * o.v[l];
+            u.v[l] = value * o.v[l];
         }
         upi_view_put<TYPES>(gate, p, s.vec, g);
         upi_view_put<TYPES>(up, p, s.vec, u);
     }
 }
 
+/* The launch of one of these, as UPI_LAUNCH_TYPES. */
+#define UPI_LAUNCH_GATED(c, types, kernel, gelu, grid, ...)                                               \
+    ((types) == UPI_ALL_F32 ? UPI_LAUNCH(c, (kernel<UPI_ALL_F32, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__) \
+     : (types) == UPI_ALL_BF16                                                                            \
+         ? UPI_LAUNCH(c, (kernel<UPI_ALL_BF16, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__)                   \
+         : UPI_LAUNCH(c, (kernel<UPI_MIXED, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__))
+
+UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    const upipe_view v[3] = {y, gate, up};
+    upi_span s;
+    UPIPE_TRY(upipe_check_gated(c, "swiglu", y, gate, up));
+    if (y.n == 0) return UPIPE_OK;
+    s = upi_span_of(v, 3, 1);
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, 0, upi_span_grid(c, s), y, gate, up, s);
+}
+
 UPIPE_API upipe_status upi_cuda_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    upipe_view v[3];
+    const upipe_view v[3] = {dy, gate, up};
     upi_span s;
-    UPIPE_TRY(upipe_check_swiglu_bwd(c, gate, up, dy));
+    UPIPE_TRY(upipe_check_gated_bwd(c, "swiglu_bwd", gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
-    v[0] = dy;
-    v[1] = gate;
-    v[2] = up;
     s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_TYPES(c, upi_types(v, 3), upi_swiglu_bwd_rows, upi_span_grid(c, s), UPI_BLOCK, 0, gate,
-                            up, dy, s);
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, 0, upi_span_grid(c, s), gate, up, dy, s);
+}
+
+UPIPE_API upipe_status upi_cuda_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    const upipe_view v[3] = {y, gate, up};
+    upi_span s;
+    UPIPE_TRY(upipe_check_gated(c, "geglu", y, gate, up));
+    if (y.n == 0) return UPIPE_OK;
+    s = upi_span_of(v, 3, 1);
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, 1, upi_span_grid(c, s), y, gate, up, s);
+}
+
+UPIPE_API upipe_status upi_cuda_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+{
+    const upipe_view v[3] = {dy, gate, up};
+    upi_span s;
+    UPIPE_TRY(upipe_check_gated_bwd(c, "geglu_bwd", gate, up, dy));
+    if (dy.n == 0) return UPIPE_OK;
+    s = upi_span_of(v, 3, 1);
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, 1, upi_span_grid(c, s), gate, up, dy, s);
 }
 
 /* ---- cross entropy ---- */
@@ -132,12 +165,17 @@ typedef struct upi_entropy_job {
     float *sums;  /* [rows][pieces][2]: the greatest logit of a piece; the sum of e^(logit - greatest) */
     int *arrived; /* [1 + rows]: the next ticket; pieces of a row whose sums are there */
     int64_t width;
-    float scale;
+    float scale, softcap;
     int pieces, vec;
 } upi_entropy_job;
 
+UPI_DEVICE float upi_softcap(float x, float softcap)
+{
+    return softcap != 0 ? softcap * tanhf(x / softcap) : x;
+}
+
 /* A thread's logits, of which the row has `left` from the first one on; -inf beyond. */
-UPI_DEVICE void upi_entropy_load(upi_numbers *x, const float *logits, int left, int vec)
+UPI_DEVICE void upi_entropy_load(upi_numbers *x, const float *logits, int left, int vec, float softcap)
 {
     int e, l;
     UPI_UNROLL
@@ -147,6 +185,10 @@ UPI_DEVICE void upi_entropy_load(upi_numbers *x, const float *logits, int left, 
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l)
             if (k + l >= left) x[e].v[l] = -INFINITY;
+        if (softcap == 0) continue;
+        UPI_UNROLL
+        for (l = 0; l < UPI_EIGHT; ++l)
+            if (k + l < left) x[e].v[l] = upi_softcap(x[e].v[l], softcap);
     }
 }
 
@@ -161,6 +203,22 @@ UPI_DEVICE float upi_entropy_sum(const upi_numbers *x, int apart, float base, fl
             if (e * (UPI_BLOCK * UPI_EIGHT) + l != apart) sum += expf(x[e].v[l] - base);
     }
     return sum;
+}
+
+/* Eight logits become their gradient, that of the target, number `apart` of them, `own`; under a soft-cap that of what they
+ * were before it. */
+UPI_DEVICE void upi_entropy_grad(upi_numbers *x, int apart, float own, float top, float factor, float softcap)
+{
+    const upi_numbers y = *x;
+    int l;
+    UPI_UNROLL
+    for (l = 0; l < UPI_EIGHT; ++l) x->v[l] = l == apart ? own : expf(y.v[l] - top) * factor;
+    if (softcap == 0) return;
+    UPI_UNROLL
+    for (l = 0; l < UPI_EIGHT; ++l) {
+        const float t = y.v[l] / softcap;
+        x->v[l] *= 1 - t * t;
+    }
 }
 
 /* Blocks share a row, so that each holds its piece in registers from the sum to the gradient: a logit is read once.
@@ -203,10 +261,10 @@ template <int TYPES> UPI_KERNEL(256, UPI_ENTROPY_BLOCKS) void upi_cross_entropy_
         return;
     }
     apart = target >= begin && target < begin + n ? (int)(target - begin) : INT32_MAX;
-    at = logits[target - begin];
+    at = upi_softcap(logits[target - begin], g.softcap);
     for (k = first; k < n; k += UPI_ENTROPY_TURN) {
         float before = most, base;
-        upi_entropy_load(x, logits + k, n - k, g.vec);
+        upi_entropy_load(x, logits + k, n - k, g.vec, g.softcap);
         UPI_UNROLL
         for (e = 0; e < UPI_ENTROPY_EACH; ++e) {
             UPI_UNROLL
@@ -240,13 +298,11 @@ template <int TYPES> UPI_KERNEL(256, UPI_ENTROPY_BLOCKS) void upi_cross_entropy_
     own = -(g.scale * (others / sum));
     if (piece == 0 && threadIdx.x == 0) g.losses[i] = (at == top ? log1pf(others) : logf(sum)) + (top - at);
     for (k = first; to != NULL && k < n; k += UPI_ENTROPY_TURN) {
-        if (n > UPI_ENTROPY_TURN) upi_entropy_load(x, logits + k, n - k, g.vec);
+        if (n > UPI_ENTROPY_TURN) upi_entropy_load(x, logits + k, n - k, g.vec, g.softcap);
         UPI_UNROLL
         for (e = 0; e < UPI_ENTROPY_EACH; ++e) {
             const int here = e * (UPI_BLOCK * UPI_EIGHT);
-            UPI_UNROLL
-            for (l = 0; l < UPI_EIGHT; ++l)
-                x[e].v[l] = here + l == apart - k ? own : expf(x[e].v[l] - top) * factor;
+            upi_entropy_grad(&x[e], apart - k - here, own, top, factor, g.softcap);
             upi_put<TYPES>(to + k * (upi_is_f32<TYPES>(g.grad.dtype) ? 4 : 2), g.grad.dtype, here, n - k,
                            g.vec, x[e]);
         }
@@ -266,6 +322,7 @@ UPIPE_API upipe_status upi_cuda_cross_entropy(upipe_ctx *c, const upipe_cross_en
     memset(&g, 0, sizeof g);
     g.vec = upi_span_of(v, 2, 0).vec;
     g.scale = x->scale;
+    g.softcap = x->softcap;
     if (held > UPI_ENTROPY_PIECES) held = UPI_ENTROPY_PIECES;
     g.width = (d + held - 1) / held;
     if (g.width < UPI_ENTROPY_TURN) g.width = UPI_ENTROPY_TURN;

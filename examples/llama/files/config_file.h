@@ -107,10 +107,40 @@ static inline int llama_config_list(const json_t **out, const llama_config *c, c
 
 /* ---- RoPE ---- */
 
+/* rope_parameters of a family with two RoPEs: that of layers with a window is theta alone, the other one stays in *j. */
+static inline int llama_config_rope_two(llama_config *c, const json_t **j, const char *path, upipe_err *err)
+{
+    const json_t *full = json_object_get(*j, "full_attention"),
+                 *slides = json_object_get(*j, "sliding_attention");
+    const json_t *type = json_object_get(slides, "rope_type");
+    const char *name;
+    json_t *value;
+    json_object_foreach((json_t *)(uintptr_t)*j, name, value)
+    {
+        if (!llama_is_word(" full_attention sliding_attention ", name) ||
+            !(json_is_object(value) || json_is_null(value)))
+            return llama_config_fail(
+                err, path, "rope_parameters has %.40s, which is no object for a type of layers", name);
+    }
+    json_object_foreach((json_t *)(uintptr_t)slides, name, value)
+    {
+        if (!llama_is_word(" rope_type rope_theta ", name))
+            return llama_config_fail(
+                err, path, "rope_parameters of sliding_attention has %.40s, which is not built", name);
+    }
+    if (type != NULL && !(json_is_string(type) && strcmp(json_string_value(type), "default") == 0))
+        return llama_config_fail(
+            err, path, "rope_parameters of sliding_attention has rope_type %.40s; only default is built",
+            json_is_string(type) ? json_string_value(type) : "that is no string");
+    *j = json_is_null(full) ? NULL : full;
+    return llama_config_real(&c->rope_local, slides, "rope_theta", "rope-local", path, err);
+}
+
 /* rope_scaling or its successor rope_parameters, which says the same in one file; NULL in *out: neither says
  * anything. */
-static inline int llama_config_rope_object(const json_t **out, const char **key, const json_t *root,
-                                           const char *path, upipe_err *err)
+static inline int llama_config_rope_object(llama_config *c, const json_t **out, const char **key,
+                                           const json_t *root, const llama_family *family, const char *path,
+                                           upipe_err *err)
 {
     static const char *const keys[] = {"rope_scaling", "rope_parameters"};
     int i;
@@ -120,6 +150,7 @@ static inline int llama_config_rope_object(const json_t **out, const char **key,
         if (j == NULL || json_is_null(j)) continue;
         if (!json_is_object(j))
             return llama_config_fail(err, path, "%s is neither null nor an object", keys[i]);
+        if (i == 1 && family->local > 0 && llama_config_rope_two(c, &j, path, err)) return -1;
         if (json_object_size(j) == 0) continue;
         if (*out != NULL && !json_equal(*out, j))
             return llama_config_fail(err, path, "%s and %s say different things", keys[0], keys[1]);
@@ -233,7 +264,7 @@ static inline int llama_config_rope(llama_config *c, const json_t *root, const l
     const char *key = NULL;
     const field *f;
     double partial = family->partial > 0 ? family->partial : 1;
-    if (llama_config_rope_object(&j, &key, root, path, err)) return -1;
+    if (llama_config_rope_object(c, &j, &key, root, family, path, err)) return -1;
     if (j == NULL && family->rope_given)
         return llama_config_fail(err, path, "rope_parameters is missing, and a %s has some", family->type);
     if (llama_config_rope_type(c, j, key, family, path, err) ||
@@ -250,6 +281,9 @@ static inline int llama_config_rope(llama_config *c, const json_t *root, const l
                                  partial, c->head_dim, llama_rope_dims(c));
     for (f = llama_fields; f < llama_fields + LLAMA_FIELDS; ++f)
         if (f->used >> c->rope_type & 1 && llama_config_rope_field(c, j, f, key, path, err)) return -1;
+    if (c->rope_untruncated &&
+        family->local > 0) /* transformers looks for it beside the two RoPEs, and finds none */
+        return llama_config_fail(err, path, "truncate is false; only true is built in a %s", family->type);
     return llama_config_rope_rest(c, root, family, path, err);
 }
 
@@ -271,7 +305,7 @@ static inline int llama_config_model(const json_t *root, const char *path, upipe
         if (one != NULL && strcmp(json_string_value(one), llama_families[i].architecture) != 0) continue;
         return i == LLAMA_IS_MISTRAL && json_object_get(root, "layer_types") != NULL ? LLAMA_IS_MINISTRAL : i;
     }
-    return llama_config_fail(err, path, "model_type %.16s (%.28s) is not built; built are %s",
+    return llama_config_fail(err, path, "model_type %.16s (%.28s) is not built, only %s",
                              json_string_value(type), one != NULL ? json_string_value(one) : "(none)",
                              llama_family_list(built, sizeof built));
 }
@@ -294,14 +328,29 @@ static inline int llama_config_known(const json_t *root, const llama_family *fam
     return 0;
 }
 
-/* Everything that would change what is computed and is not built. */
-static inline int llama_config_unbuilt(const json_t *root, const char *path, upipe_err *err)
+/* The activation of the gate is the family's. */
+static inline int llama_config_act(const json_t *root, const char *key, const llama_family *family,
+                                   const char *path, upipe_err *err)
 {
-    const json_t *act = json_object_get(root, "hidden_act"), *causal = json_object_get(root, "is_causal");
-    if (act != NULL && (!json_is_string(act) || !llama_is_word(" silu swish ", json_string_value(act))))
-        return llama_config_fail(err, path, "hidden_act is %.40s; only silu is built",
-                                 json_is_string(act) ? json_string_value(act) : "no string");
-    if (llama_config_neutral(root, "mlp_bias", 0, path, err) ||
+    const json_t *act = json_object_get(root, key);
+    const char *words = family->gemma ? " gelu_pytorch_tanh " : " silu swish ";
+    if (act == NULL || (json_is_string(act) && llama_is_word(words, json_string_value(act)))) return 0;
+    return llama_config_fail(err, path, "%s is %.40s; only %s is built", key,
+                             json_is_string(act) ? json_string_value(act) : "no string",
+                             family->gemma ? "gelu_pytorch_tanh" : "silu");
+}
+
+/* Everything that would change what is computed and is not built; transformers' Gemma 3 passes over its
+ * attn_logit_softcapping. */
+static inline int llama_config_unbuilt(const json_t *root, const llama_family *family, const char *path,
+                                       upipe_err *err)
+{
+    const json_t *causal = json_object_get(root, "is_causal");
+    if (llama_config_act(root, "hidden_act", family, path, err) ||
+        llama_config_act(root, "hidden_activation", family, path, err) ||
+        llama_config_none(root, "use_bidirectional_attention", path, err) ||
+        (family->attention_cap == 0 && llama_config_none(root, "attn_logit_softcapping", path, err)) ||
+        llama_config_neutral(root, "mlp_bias", 0, path, err) ||
         llama_config_neutral(root, "attention_dropout", 0, path, err) ||
         llama_config_neutral(root, "residual_dropout", 0, path, err) ||
         llama_config_neutral(root, "resid_pdrop", 0, path, err) ||
@@ -339,6 +388,7 @@ static inline int64_t llama_config_otherwise(const llama_config *c, const field 
                                              const llama_family *family)
 {
     if (f->at == offsetof(llama_config, kv_heads)) return family->kv_heads ? c->heads : 0;
+    if (f->at == offsetof(llama_config, query_scalar)) return 256;
     if (f->at != offsetof(llama_config, head_dim)) return 0;
     if (family->head_dim != LLAMA_HEAD_DIVIDED) return family->head_dim > 0 ? family->head_dim : 0;
     return c->dim % c->heads == 0 ? c->dim / c->heads : 0;
@@ -351,6 +401,11 @@ static inline int llama_config_field(llama_config *c, const field *f, json_t *ro
     void *at = (char *)c + f->at;
     int64_t count = 0, otherwise;
     int on;
+    if (json_is_null(json_object_get(root, f->key)) &&
+        (f->at == offsetof(llama_config, attention_cap) || f->at == offsetof(llama_config, logit_cap))) {
+        *(double *)at = 0; /* none */
+        return 0;
+    }
     if (f->kind == FLAG_REAL) return llama_config_real((double *)at, root, f->key, f->flag, path, err);
     if (f->kind == FLAG_CHOICE) return llama_config_bias(c, root, family, path, err);
     if (f->kind == FLAG_SWITCH) {
@@ -417,7 +472,7 @@ static inline int llama_config_windows(llama_config *c, const json_t *root, cons
                                        const char *path, upipe_err *err)
 {
     const json_t *types, *one;
-    int64_t i, from = 28, sliding = 0;
+    int64_t i, from = family->pattern > 0 ? family->pattern : 28, sliding = 0;
     int on = family->windows == LLAMA_WINDOWS_ALL || family->windows == LLAMA_WINDOWS_TYPES, slides;
     if (llama_config_list(&types, c, root, "layer_types", path, err)) return -1;
     if (family->windows != LLAMA_WINDOWS_SWITCH &&
@@ -427,8 +482,8 @@ static inline int llama_config_windows(llama_config *c, const json_t *root, cons
         (llama_config_flag(&on, root, "use_sliding_window", path, err) ||
          llama_config_count(&from, root, "max_window_layers", "window", from, path, err)))
         return -1;
-    if (family->pattern > 0 && types == NULL &&
-        llama_config_count(&from, root, "sliding_window_pattern", "layers", family->pattern, path, err))
+    if (llama_has_key(family, "sliding_window_pattern") && types == NULL &&
+        llama_config_count(&from, root, "sliding_window_pattern", "layers", from, path, err))
         return -1;
     c->window = on ? family->window : 0;
     if (on && json_is_null(json_object_get(root, "sliding_window")))
@@ -444,16 +499,16 @@ static inline int llama_config_windows(llama_config *c, const json_t *root, cons
             return llama_config_fail(
                 err, path, "layer %" PRId64 " of layer_types is neither full_attention nor sliding_attention",
                 i);
-        if (one == NULL) slides = c->window > 0 && llama_config_slides(c, family, i, from);
+        if (one == NULL) slides = (c->window > 0 || family->gemma) && llama_config_slides(c, family, i, from);
         if (slides && c->window == 0)
             return llama_config_fail(
                 err, path, "layer %" PRId64 " of layer_types is sliding_attention, and there is no window",
                 i);
         if (!slides && c->window > 0) c->by_layer[i] |= LLAMA_SEES_ALL;
-        if (!slides && c->window > 0 && family->pattern > 0) c->by_layer[i] |= LLAMA_NO_ROPE;
+        if (!slides && c->window > 0 && family->nope) c->by_layer[i] |= LLAMA_NO_ROPE;
         sliding += slides;
     }
-    if (family->pattern > 0 && c->window > 0 && sliding == 0)
+    if (family->nope && c->window > 0 && sliding == 0)
         return llama_config_fail(err, path,
                                  "no layer is sliding_attention, so that none has RoPE: not built");
     if (sliding > 0 || c->window == 0) return 0;
@@ -472,6 +527,9 @@ static inline int llama_config_numbers(llama_config *c, json_t *root, int like, 
     c->rope_theta = family->rope_theta;
     c->family = like;
     c->qk_norm = family->qk_norm;
+    c->rope_local = family->local;
+    c->attention_cap = family->attention_cap;
+    c->logit_cap = family->logit_cap;
     if (llama_has_key(family, "embedding_multiplier"))
         c->embedding_multiplier = c->residual_multiplier = c->attention_multiplier = c->logits_scaling = 1;
     for (i = 0; i < LLAMA_FIELDS; ++i)
@@ -536,7 +594,7 @@ static inline int llama_config_read(llama_config *c, upipe_dtype *dtype, const c
     like = !json_is_object(root) ? llama_config_fail(err, path, "is not a JSON object")
            : llama_config_ignore(root, ignored, path, err) ? -1
                                                            : llama_config_model(root, path, err);
-    bad = like < 0 || llama_config_unbuilt(root, path, err) ||
+    bad = like < 0 || llama_config_unbuilt(root, &llama_families[like], path, err) ||
           llama_config_numbers(c, root, like, path, err) ||
           llama_config_known(root, &llama_families[like], path, err);
     type = json_object_get(root, "torch_dtype");

@@ -10,7 +10,9 @@ static inline void llama_config_line(FILE *f, const llama_config *c, const field
 {
     char text[FIELD_TEXT];
     if (row->at == offsetof(llama_config, window) || !llama_has_key(family, row->key)) return;
-    if (row->kind != FLAG_CHOICE)
+    if (row->kind == FLAG_REAL && *(const double *)((const char *)c + row->at) == 0)
+        fprintf(f, "  \"%s\": null,\n", row->key); /* a soft-cap */
+    else if (row->kind != FLAG_CHOICE)
         fprintf(f, "  \"%s\": %s,\n", row->key, field_text(text, row, c));
     else if (!family->bias_always)
         fprintf(f, "  \"%s\": %s,\n", row->key, c->attention_bias != LLAMA_BIAS_NONE ? "true" : "false");
@@ -101,10 +103,11 @@ static inline int llama_config_write(const llama_config *c, upipe_dtype dtype, i
         if (row->at == offsetof(llama_config, rope_theta)) llama_config_write_rope(f, c, family);
         if (row->at == offsetof(llama_config, window)) llama_config_write_layers(f, c, family);
         if (row->at == offsetof(llama_config, attention_bias))
-            fprintf(f,
-                    "  \"hidden_act\": \"silu\",\n  \"mlp_bias\": false,\n  \"attention_dropout\": 0.0,\n"
-                    "%s  \"eos_token_id\": null,\n",
-                    family->bos ? "" : "  \"bos_token_id\": null,\n");
+            fprintf(
+                f,
+                "  %s,\n  \"mlp_bias\": false,\n  \"attention_dropout\": 0.0,\n%s  \"eos_token_id\": null,\n",
+                family->gemma ? "\"hidden_activation\": \"gelu_pytorch_tanh\"" : "\"hidden_act\": \"silu\"",
+                family->bos ? "" : "  \"bos_token_id\": null,\n");
     }
     if (llama_is_word(family->keys, "attention_out_bias"))
         fprintf(f, "  \"attention_out_bias\": %s,\n  \"residual_dropout\": 0.0,\n",

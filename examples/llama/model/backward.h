@@ -81,8 +81,7 @@ static inline upipe_status model_embed_bwd(model_rank *r, upipe_view g)
     upipe_view table;
     void *padding = NULL;
     if (model_tensor(r, LLAMA_EMBED, -1)->frozen) return model_free_block(r, g);
-    if (model_factor(config->embedding_multiplier) != 0)
-        UPIPE_TRY(r->c->ops->scale(r->c, g, g, model_factor(config->embedding_multiplier)));
+    if (model_embed_factor(r) != 0) UPIPE_TRY(r->c->ops->scale(r->c, g, g, model_embed_factor(r)));
     if (away) {
         void *there;
         UPIPE_TRY(activations_put(&r->kept, r->c, &there, g.data, activations_bytes(g), "stream"));

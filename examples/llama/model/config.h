@@ -43,6 +43,9 @@ typedef struct llama_config {
     /* Factors of what the embedding gives, of both halves' results and of scores; what logits are divided by. 0:
      * none */
     double embedding_multiplier, residual_multiplier, attention_multiplier, logits_scaling;
+    int64_t query_scalar;            /* scores are divided by its root; 0: attention_multiplier says */
+    double attention_cap, logit_cap; /* soft-caps; 0: none */
+    double rope_local; /* theta of layers with a window, whose RoPE is the default; 0: all are the same */
     int rope_type, rope_untruncated;
     double rope_partial; /* the part of a head that turns; 0 = all */
     double rope_factor, rope_low, rope_high, rope_beta_fast, rope_beta_slow, rope_mscale, rope_mscale_all;
@@ -74,6 +77,10 @@ static const field llama_fields[] = {
     {"residual_multiplier", "residual-multiplier", FLAG_REAL, AT(residual_multiplier), 0, 0, 0, 0},
     {"attention_multiplier", "attention-multiplier", FLAG_REAL, AT(attention_multiplier), 0, 0, 0, 0},
     {"logits_scaling", "logits-scaling", FLAG_REAL, AT(logits_scaling), 0, 0, 0, 0},
+    {"query_pre_attn_scalar", "query-pre-attn-scalar", FLAG_WHOLE, AT(query_scalar), 0, 0, 0, 0},
+    {"attn_logit_softcapping", "attention-softcap", FLAG_REAL, AT(attention_cap), 0, 0, 0, 0},
+    {"final_logit_softcapping", "logit-softcap", FLAG_REAL, AT(logit_cap), 0, 0, 0, 0},
+    {"rope_local_base_freq", "rope-local", FLAG_REAL, AT(rope_local), 0, 0, 0, 0},
     {NULL, "qk-norm", FLAG_SWITCH, AT(qk_norm), 0, 0, 0, 0},
     {NULL, "pad-token-id", FLAG_WHOLE, AT(pad), 0, 0, 0, 0},
     {NULL, "model-type", FLAG_WHOLE, AT(family), 0, 0, 0, 0},

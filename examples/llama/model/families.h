@@ -27,6 +27,7 @@ enum {
 typedef enum llama_norms {
     LLAMA_NORMS_PRE,    /* of what both halves read */
     LLAMA_NORMS_GLM4,   /* and of both halves' results, before they are added */
+    LLAMA_NORMS_GEMMA,  /* the same by other names */
     LLAMA_NORMS_RESULTS /* of these alone */
 } llama_norms;
 
@@ -35,8 +36,13 @@ typedef enum llama_norms {
  *                whatever it says
  *   windows      sliding_window that is absent is `window` tokens, 0 none; every full_every-th layer from the first on has
  *                none where layer_types is absent
- *   pattern      every so many-th layer has no window where layer_types is absent, and sliding_window_pattern says no
- *                other number; where there is a window, such layers turn nothing
+ *   pattern      every so many-th layer has no window where layer_types is absent, and sliding_window_pattern, where the
+ *                family has that key, says no other number
+ *   nope         1: where there is a window, layers without one turn nothing
+ *   gemma        1: norms multiply by 1 + the weight that is stored, the gate's activation is gelu by tanh, what the
+ *                embedding gives is multiplied by the root of hidden_size, scores by 1 / that of query_pre_attn_scalar
+ *   local        theta of layers with a window where rope_local_base_freq is absent; 0: that of all layers
+ *   attention_cap, logit_cap  attn_logit_softcapping and final_logit_softcapping where they are absent; 0: none
  *   kv_heads     1: as many as heads where num_key_value_heads is absent or null; 0: it must be there
  *   head_dim     where it is absent; LLAMA_HEAD_...
  *   pad          1 + pad_token_id where it is absent; 0: none
@@ -57,8 +63,8 @@ typedef struct llama_family {
     int bias_absent, bias_always, qk_norm;
     llama_windows windows;
     int64_t window;
-    int full_every, pattern, kv_heads, head_dim, tied;
-    double norm_eps, rope_theta;
+    int full_every, pattern, nope, gemma, kv_heads, head_dim, tied;
+    double norm_eps, rope_theta, local, attention_cap, logit_cap;
     int64_t pad;
     double partial;
     int64_t original;
@@ -83,6 +89,8 @@ enum {
     LLAMA_IS_GLM4,
     LLAMA_IS_GRANITE,
     LLAMA_IS_EXAONE4,
+    LLAMA_IS_GEMMA3,
+    LLAMA_IS_GEMMA2,
     LLAMA_FAMILIES
 };
 
@@ -123,8 +131,20 @@ static const llama_family llama_families[LLAMA_FAMILIES] = {
      .norm_eps = 1e-6, .rope_theta = 1e4,
      .keys = " embedding_multiplier residual_multiplier attention_multiplier logits_scaling ", .idle = ""},
     {.type = "exaone4", .architecture = "Exaone4ForCausalLM", .qk_norm = 1, .windows = LLAMA_WINDOWS_TYPES, .window = 4096,
-     .pattern = 4, .norm_eps = 1e-5, .rope_theta = 1e4, .norms = LLAMA_NORMS_RESULTS,
-     .keys = " sliding_window sliding_window_pattern ", .idle = ""}};
+     .pattern = 4, .nope = 1, .norm_eps = 1e-5, .rope_theta = 1e4, .norms = LLAMA_NORMS_RESULTS,
+     .keys = " sliding_window sliding_window_pattern ", .idle = ""},
+    {.type = "gemma3_text", .architecture = "Gemma3ForCausalLM", .qk_norm = 1, .windows = LLAMA_WINDOWS_TYPES, .window = 4096,
+     .pattern = 6, .gemma = 1, .head_dim = 256, .tied = 1, .norm_eps = 1e-6, .rope_theta = 1e6, .local = 1e4, .pad = 1 + 0,
+     .norms = LLAMA_NORMS_GEMMA,
+     .keys = " sliding_window sliding_window_pattern hidden_activation query_pre_attn_scalar rope_local_base_freq "
+             "final_logit_softcapping attn_logit_softcapping use_bidirectional_attention ",
+     .idle = " _sliding_window_pattern "},
+    {.type = "gemma2", .architecture = "Gemma2ForCausalLM", .windows = LLAMA_WINDOWS_TYPES, .window = 4096, .pattern = 2,
+     .gemma = 1, .head_dim = 256, .tied = 1, .norm_eps = 1e-6, .rope_theta = 1e4, .attention_cap = 50, .logit_cap = 30,
+     .pad = 1 + 0, .norms = LLAMA_NORMS_GEMMA,
+     .keys = " sliding_window hidden_activation query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping "
+             "use_bidirectional_attention ",
+     .idle = " sliding_window_size "}};
 /* clang-format on */
 
 /* Keys of every family that count: they are used, or must say what is built. */

@@ -129,13 +129,13 @@ static inline upipe_status model_fwd(model_rank *r, upipe_view *x, int keep)
     upipe_view table;
     int64_t i;
     model_phase(r, MODEL_EMBED);
+    UPIPE_TRY(model_vectors_shift(r));
     UPIPE_TRY(model_alloc(r, x, UPIPE_USE_STREAM, "stream"));
     UPIPE_TRY(model_weights_begin(r, unit, model_unit_above(r, 0)));
     table = upipe_view_packed((void *)(uintptr_t)model_weight(r, LLAMA_EMBED, -1), r->m->plan.desc.dtype,
                               config->vocab, 1, (int32_t)config->dim);
     UPIPE_TRY(r->c->ops->embed(r->c, *x, table, r->tokens));
-    if (model_factor(config->embedding_multiplier) != 0)
-        UPIPE_TRY(r->c->ops->scale(r->c, *x, *x, model_factor(config->embedding_multiplier)));
+    if (model_embed_factor(r) != 0) UPIPE_TRY(r->c->ops->scale(r->c, *x, *x, model_embed_factor(r)));
     UPIPE_TRY(model_weights_end(r, unit));
     model_phase(r, UPIPE_PHASE_OTHER);
     for (i = 0; i < config->layers; ++i) {
@@ -160,8 +160,8 @@ static inline upipe_status model_loss_fwd(model_rank *r, upipe_view x)
     return UPIPE_OK;
 }
 
-/* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory; the head's weights have
- * begun */
+/* model_logits -- f32 logits [n][vocab] of n rows of the stream, in the device's memory, without a soft-cap: on the host
+ *                 model_logits_cap applies it; the head's weights have begun */
 static inline upipe_status model_logits(model_rank *r, upipe_view logits, upipe_view x)
 {
     const llama_config *config = &r->m->layout->config;
@@ -180,6 +180,13 @@ static inline upipe_status model_logits(model_rank *r, upipe_view logits, upipe_
         UPIPE_TRY(c->ops->scale(c, logits, logits, model_logit_scale(config)));
     UPIPE_TRY(upipe_mem_free(c->mem, work, &c->err));
     return upipe_mem_free(c->mem, n.data, &c->err);
+}
+
+static inline void model_logits_cap(const llama_config *config, float *logits, int64_t n)
+{
+    const float cap = (float)config->logit_cap;
+    int64_t i;
+    for (i = 0; cap > 0 && i < n; ++i) logits[i] = cap * tanhf(logits[i] / cap);
 }
 
 #endif

@@ -176,6 +176,8 @@ static inline int llama_add_adapters(llama_layout *l, int64_t layer, int first, 
 static const char *const llama_norm_names[][4] = {
     {"input_layernorm", "post_attention_layernorm", NULL, NULL},
     {"input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"},
+    {"input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm",
+     "post_feedforward_layernorm"},
     {NULL, NULL, "post_attention_layernorm", "post_feedforward_layernorm"}};
 
 static inline int llama_add_all(llama_layout *l)

@@ -71,7 +71,9 @@ typedef struct model_rank {
     void *merged
         [MODEL_UNITS]; /* matrices of the unit that have adapters, with these; NULL: there are none (lora.h) */
     float *adapted_grads[MODEL_UNITS];
-    const float *vectors[2];
+    const float *stored[2];  /* the vectors that are trained and saved: trained, frozen */
+    float *shifted[2];       /* 1 + these, of a family whose norms multiply by that; NULL: of another */
+    const float *vectors[2]; /* those of both that layers read */
     float *vector_grads;
     int32_t *tokens, *targets;
     const int64_t *borders; /* cu_seqlens of the micro-batch's packed documents; NULL: none */

@@ -6,11 +6,57 @@
 #ifndef LLAMA_UNITS_H
 #define LLAMA_UNITS_H
 
+#include "upipe/cpu/upipe_cpu_simd.h"
+
 #include "lora.h"
 
 static inline const llama_tensor *model_tensor(const model_rank *r, llama_kind kind, int64_t layer)
 {
     return llama_find(r->m->layout, kind, layer);
+}
+
+/* model_vectors_alloc, model_vectors_free -- where layers read the vectors: as they are stored, or of a family whose norms
+ * multiply by 1 + w in blocks for 1 + w, which model_vectors_shift fills. Behind each is a 1. w itself is what is trained:
+ * 1 + w, rounded, would not give back its bits. */
+static inline upipe_status model_vectors_alloc(model_rank *r, const float *trained, const float *frozen)
+{
+    const llama_layout *l = r->m->layout;
+    const int64_t n[2] = {l->vectors, l->frozen[LLAMA_VECTORS]};
+    const float one = 1;
+    int i;
+    r->stored[0] = trained;
+    r->stored[1] = frozen;
+    for (i = 0; i < 2; ++i) {
+        void *data;
+        r->vectors[i] = r->stored[i];
+        if (n[i] == 0 || !llama_families[l->config.family].gemma) continue;
+        UPIPE_TRY(upipe_mem_alloc(r->c->mem, &data, (size_t)(n[i] + 1) * 4, UPIPE_USE_WEIGHTS, "shifted",
+                                  &r->c->err));
+        r->vectors[i] = r->shifted[i] = (float *)data;
+        UPIPE_TRY(r->c->ops->copy(r->c, r->shifted[i] + n[i], &one, sizeof one));
+    }
+    return UPIPE_OK;
+}
+
+static inline upipe_status model_vectors_free(model_rank *r)
+{
+    UPIPE_TRY(upipe_free(r->c, r->shifted[0]));
+    return upipe_free(r->c, r->shifted[1]);
+}
+
+/* Before a forward: the stored ones may have changed. All vectors of such a family are norms' weights. */
+static inline upipe_status model_vectors_shift(model_rank *r)
+{
+    const llama_layout *l = r->m->layout;
+    const int64_t n[2] = {l->vectors, l->frozen[LLAMA_VECTORS]};
+    int i;
+    for (i = 0; i < 2; ++i) {
+        if (r->shifted[i] == NULL) continue;
+        UPIPE_TRY(r->c->ops->copy(r->c, r->shifted[i], r->stored[i], (size_t)n[i] * 4));
+        UPIPE_TRY(upipe_bias_add(r->c, upipe_view_packed(r->shifted[i], UPIPE_F32, n[i], 1, 1),
+                                 r->shifted[i] + n[i], 0));
+    }
+    return UPIPE_OK;
 }
 
 /* The head's matrix is the embedding table where they are tied. */
@@ -133,6 +179,15 @@ static inline float model_factor(double factor)
     return factor == 1 ? 0 : (float)factor;
 }
 
+/* Of what the embedding gives: Gemma's root is rounded to the type of the weights, as transformers does. */
+static inline float model_embed_factor(const model_rank *r)
+{
+    const llama_config *config = &r->m->layout->config;
+    const float root = (float)sqrt((double)config->dim);
+    if (!llama_families[config->family].gemma) return model_factor(config->embedding_multiplier);
+    return r->m->plan.desc.dtype == UPIPE_BF16 ? upipe_bf16_to_f32(upipe_f32_to_bf16(root)) : root;
+}
+
 static inline float model_logit_scale(const llama_config *config)
 {
     return config->logits_scaling > 0 ? model_factor(1 / config->logits_scaling) : 0;
@@ -155,10 +210,17 @@ static inline upipe_layer model_attention_layer(const model_rank *r, int64_t lay
         l.rope_factor = r->m->rates.factor;
         l.rope_dims = r->m->rates.dims;
         l.rope_interleaved = llama_families[config->family].interleaved;
+        if (config->rope_local > 0 && llama_window(config, layer) > 0) {
+            l.rope_theta = config->rope_local;
+            l.rope_rates = NULL;
+            l.rope_factor = 0;
+        }
     }
-    l.scale = (float)config->attention_multiplier;
+    l.scale = (float)(config->query_scalar > 0 ? 1 / sqrt((double)config->query_scalar)
+                                               : config->attention_multiplier);
     l.mask.causal = 1;
     l.mask.window = llama_window(config, layer);
+    l.mask.softcap = (float)config->attention_cap;
     l.mask.cu_seqlens = r->borders;
     l.mask.cu_seqlens_n = r->borders_n;
     l.tile_rows = config->dim;
@@ -200,6 +262,7 @@ static inline upipe_mlp model_mlp(const model_rank *r, int64_t layer)
     m.post_norm_weight = model_vector(r, LLAMA_POST_NORM2, layer);
     m.norm_eps = (float)r->m->layout->config.norm_eps;
     m.hidden = r->m->layout->config.hidden;
+    m.gelu = llama_families[r->m->layout->config.family].gemma;
     m.residual = 1;
     m.result_scale = model_factor(r->m->layout->config.residual_multiplier);
     m.tile_bytes = r->m->tile_bytes;
@@ -214,6 +277,7 @@ static inline upipe_head model_head(const model_rank *r)
     h.norm_weight = model_vector(r, LLAMA_NORM, -1);
     h.norm_eps = (float)r->m->layout->config.norm_eps;
     h.logit_scale = model_logit_scale(&r->m->layout->config);
+    h.logit_softcap = (float)r->m->layout->config.logit_cap;
     h.vocab = r->m->layout->config.vocab;
     h.tile_bytes = r->m->tile_bytes;
     return h;

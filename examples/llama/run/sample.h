@@ -97,6 +97,7 @@ static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const s
                            upipe_view_rows(x, row < 0 ? 0 : row, 1)));
     UPIPE_TRY(model_weights_end(r, head));
     UPIPE_TRY(c->ops->copy(c, buf->logits, data, (size_t)vocab * 4));
+    model_logits_cap(&r->m->layout->config, buf->logits, vocab);
     UPIPE_TRY(upipe_mem_free(c->mem, data, &c->err));
     UPIPE_TRY(model_free_block(r, x));
     mine[0] =

@@ -200,10 +200,9 @@ static inline upipe_status trainer_alloc(trainer *t)
     t->r.m = &t->m;
     t->r.zero = &state->zero[LLAMA_WEIGHTS];
     t->r.frozen = &state->frozen[LLAMA_WEIGHTS];
-    t->r.vectors[0] = (const float *)state->zero[LLAMA_VECTORS].weights;
-    t->r.vectors[1] = (const float *)state->frozen[LLAMA_VECTORS].weights;
     t->r.vector_grads = state->zero[LLAMA_VECTORS].grads;
-    return UPIPE_OK;
+    return model_vectors_alloc(&t->r, (const float *)state->zero[LLAMA_VECTORS].weights,
+                               (const float *)state->frozen[LLAMA_VECTORS].weights);
 }
 
 /* trainer_stop -- after a failure, before the pools go: nothing is gathered ahead any more */
@@ -250,6 +249,7 @@ static inline upipe_status trainer_free_block(trainer *t)
         UPIPE_TRY(upipe_mem_free(states, state->v[group], err));
         if (z->dtype != UPIPE_F32) UPIPE_TRY(upipe_mem_free(states, state->master, err));
     }
+    UPIPE_TRY(model_vectors_free(&t->r));
     UPIPE_TRY(upipe_free(t->r.c, t->r.tokens));
     UPIPE_TRY(upipe_free(t->r.c, t->r.targets));
     return upipe_free(t->r.c, t->r.losses);
