@@ -1,5 +1,5 @@
 /* test_linear -- the rules of linear attention on the CPU: lib/linear.h, the oracle's own gradients, bits over threads and
- * ranks, long sequences
+ * ranks
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
@@ -64,19 +64,6 @@ static void test_threads(upipe_ctx *c, upipe_ops *ops)
             workers_end(&w);
             ops->par = NULL;
         }
-        buffers_free(0);
-    }
-}
-
-/* The error does not grow with the length: gates of 1 - 1e-4, so that the state is that of ten thousand tokens. */
-static void test_long(upipe_ctx *c)
-{
-    test_rng r = {23};
-    for (int delta = 0; delta < 2; ++delta) {
-        linear x = {.n = 8192, .key_heads = 1, .heads = 1, .key_dim = 8, .value_dim = 8, .delta = delta};
-        draw(&x, &r, 1e-4);
-        run(&x, c, &x.n, 1);
-        check_close(&x, "8192 tokens");
         buffers_free(0);
     }
 }
@@ -241,10 +228,11 @@ int main(void)
     check_linear_drawn(&c, 60, 150, 70);
     check_linear_cuts(&c, 3);
     check_linear_documents(&c);
+    TEST(check_linear_strides(&c));
     TEST(check_linear_types(&c, UPIPE_F16));
     check_linear_gates(&c);
+    check_linear_long(&c);
     test_threads(&c, &ops);
-    test_long(&c);
     test_pass();
     TEST(test_refusals(&c));
     return test_end("linear");

@@ -1,12 +1,14 @@
 /* linear.h -- what the rules of linear attention promise, on any place: out, state and gradients against f64, token by
- *             token; bits over cuts and packed documents; types; gates at both ends
+ *             token; bits over cuts, packed documents and layouts; types; gates at both ends, long sequences
  *
  *     upipe_cpu_linear(&rules);
  *     check_linear_drawn(c, 60, 150, 70);     c: a context whose calls the rules take; draws, tokens, tokens of a chunk
  *     check_linear_cuts(c, 3);                key heads
  *     check_linear_documents(c);
+ *     check_linear_strides(c);
  *     check_linear_types(c, UPIPE_F16);       the last one
  *     check_linear_gates(c);
+ *     check_linear_long(c);
  *
  * Tensors lie in host memory, on the list of memory.h; rules of a device are staged.
  */
@@ -14,7 +16,7 @@
 #define UPIPE_TEST_LINEAR_H
 
 #include "upipe/upipe_linear.h"
-#include "upipe/cpu/upipe_cpu.h"
+#include "upipe/cpu/upipe_cpu_simd.h"
 
 #include "memory.h"
 #include "test.h"
@@ -288,6 +290,19 @@ static inline void check_linear_gates(upipe_ctx *c)
     }
 }
 
+/* The error does not grow with the length: gates of 1 - 1e-4, so that the state is that of ten thousand tokens. */
+static inline void check_linear_long(upipe_ctx *c)
+{
+    test_rng r = {23};
+    for (int delta = 0; delta < 2; ++delta) {
+        linear x = {.n = 8192, .key_heads = 1, .heads = 1, .key_dim = 8, .value_dim = 8, .delta = delta};
+        draw(&x, &r, 1e-4);
+        run(&x, c, &x.n, 1);
+        check_close(&x, "8192 tokens");
+        buffers_free(0);
+    }
+}
+
 /* ---- bits ---- */
 
 /* The same inputs, results of its own. */
@@ -378,6 +393,56 @@ static inline void check_linear_documents(upipe_ctx *c)
         memset(y.dstate, 0, (size_t)count_of(&y, 5) * 4);
         check_bits(&x, &y, "documents");
         buffers_free(0);
+    }
+}
+
+/* The views of a call: inputs, then as many results. */
+enum { LINEAR_VIEWS = 12 };
+
+static inline upipe_view *view_of(upipe_linear_grad *g, int i)
+{
+    upipe_view *const views[LINEAR_VIEWS] = {&g->a.q, &g->a.k, &g->a.v, &g->dout, &g->a.g, &g->a.beta,
+                                             &g->a.o, &g->dq,  &g->dk,  &g->dv,   &g->dg,  &g->dbeta};
+    return views[i];
+}
+
+/* Heads outside, and gaps behind every row: the bits of packed tensors, and what lies in gaps stays. */
+static inline void check_linear_strides(upipe_ctx *c)
+{
+    enum { GAP = 3 };
+    test_rng r = {37};
+    linear x = {.n = 70, .key_heads = 2, .heads = 4, .key_dim = 24, .value_dim = 40, .delta = 1};
+    upipe_linear_grad g, apart;
+    draw(&x, &r, 0.05);
+    run(&x, c, &x.n, 1);
+    apart = g = call_of(&x, 0, x.n, 0);
+    for (int i = 0; i < LINEAR_VIEWS; ++i) {
+        const upipe_view from = *view_of(&g, i);
+        upipe_view *to = view_of(&apart, i);
+        const int64_t step = from.d + GAP;
+        *to = upipe_view_make(buffer((size_t)(from.n * from.h * step) * 4), UPIPE_F32, from.n, step, from.h,
+                              from.n * step, from.d);
+        for (int64_t j = 0; i < LINEAR_VIEWS / 2 && j < from.n * from.h; ++j)
+            memcpy(upipe_view_at(*to, j / from.h, (int)(j % from.h)),
+                   upipe_view_at(from, j / from.h, (int)(j % from.h)), (size_t)from.d * 4);
+    }
+    apart.a.state = x.state, apart.a.out = floats(count_of(&x, 5));
+    apart.dstate = (float *)copy_of(x.dend, (size_t)count_of(&x, 5) * 4);
+    work_begin(c, &apart.a, UPIPE_LINEAR_FWD);
+    CHECK_STATUS(upipe_linear_fwd(c, &rules, &apart.a), UPIPE_OK, c->err);
+    work_begin(c, &apart.a, UPIPE_LINEAR_BWD);
+    CHECK_STATUS(upipe_linear_bwd(c, &rules, &apart), UPIPE_OK, c->err);
+    CHECK_BYTES(apart.a.out, x.end, count_of(&x, 5) * 4);
+    CHECK_BYTES(apart.dstate, x.dstate, count_of(&x, 5) * 4);
+    for (int i = LINEAR_VIEWS / 2; i < LINEAR_VIEWS; ++i) {
+        const upipe_view want = *view_of(&g, i), got = *view_of(&apart, i);
+        for (int64_t j = 0; j < want.n * want.h; ++j) {
+            const float *row = (const float *)upipe_view_at(got, j / want.h, (int)(j % want.h));
+            int whole = 1;
+            for (int e = 0; e < GAP * 4; ++e) whole &= ((const unsigned char *)(row + want.d))[e] == 0xff;
+            CHECK_BYTES(row, upipe_view_at(want, j / want.h, (int)(j % want.h)), want.d * 4);
+            CHECK_SAY(whole, "view %d: what lies behind row %lld is written", i, (long long)j);
+        }
     }
 }
 
