@@ -95,17 +95,27 @@ static void check_runs(upipe_ctx *c)
     }
 }
 
+/* Where every access is watched it is the kernels that count, and not the numbers: a few shapes reach all of them. */
+static int few(void)
+{
+#ifdef WATCHED_TESTS
+    return 1;
+#else
+    return brief();
+#endif
+}
+
 /* Widths of more than one tile in each direction, and keys that two heads read. */
 static void check_wide_heads(upipe_ctx *c)
 {
     static const int dims[][2] = {{64, 128}, {128, 64}, {200, 72}};
     test_rng r = {43};
-    for (int i = 0; i < (brief() ? 1 : 3); ++i) {
+    for (int i = 0; i < (few() ? 1 : 3); ++i) {
         linear x = {.n = 130, .key_heads = 1, .heads = 2, .delta = i != 1};
         x.key_dim = dims[i][0], x.value_dim = dims[i][1];
         draw(&x, &r, 0.05);
         run(&x, c, &x.n, 1);
-        if (compares()) check_close(&x, "wide heads");
+        check_close(&x, "wide heads");
         buffers_free(0);
     }
 }
@@ -172,9 +182,9 @@ int main(void)
     if (device_open(&d)) {
         printf("test_cuda_linear: %s\n", d.ops.name);
         staged_open(&d);
-        check_linear_drawn(&staged.c, brief() ? 3 : 20, 150, UPI_CUDA_LINEAR_ROWS);
+        check_linear_drawn(&staged.c, few() ? 3 : 20, 150, UPI_CUDA_LINEAR_ROWS);
         TEST(check_wide_heads(&staged.c));
-        if (!brief()) {
+        if (!few()) {
             check_linear_documents(&staged.c);
             check_runs(&staged.c);
             check_linear_cuts(&staged.c, 1);
