@@ -120,6 +120,19 @@ static void check_wide_heads(upipe_ctx *c)
     }
 }
 
+/* A decay between two numbers of f32, in each of many chunks: a state is rounded once a chunk, so nothing adds up. */
+static void check_fade(upipe_ctx *c)
+{
+    test_rng r = {59};
+    linear x = {.n = 200, .key_heads = 1, .heads = 1, .key_dim = 8, .value_dim = 8, .chunk = 1};
+    draw(&x, &r, 0.1);
+    for (int64_t j = 0; j < count_of(&x, 3); ++j) x.g[j] = -0x1.4p-23f;
+    for (int64_t j = 0; j < count_of(&x, 5); ++j) x.state[j] *= 10, x.dend[j] *= 10;
+    run(&x, c, &x.n, 1);
+    check_close(&x, "decays between two numbers of f32");
+    buffers_free(0);
+}
+
 /* No tokens: the state goes on, in place too, and its gradient stays. */
 static void check_empty(upipe_ctx *c)
 {
@@ -192,6 +205,7 @@ int main(void)
             TEST(check_linear_types(&staged.c, UPIPE_BF16));
             check_linear_gates(&staged.c);
             check_linear_long(&staged.c);
+            check_fade(&staged.c);
         }
         TEST(check_empty(&staged.c));
         TEST(check_refusals(&d));

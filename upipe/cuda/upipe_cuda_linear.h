@@ -212,11 +212,11 @@ UPI_DEVICE float upi_cuda_linear_dot(const upi_cuda_linear_tile &tile, int r, co
     return sum;
 }
 
-/* A number of the state decays. S is S plus a product with e^G_l - 1 where that is small: the rounding of a factor near
- * 1 would add up over all chunks that a state outlives. */
-UPI_DEVICE float upi_cuda_linear_fade(float s, float keep, float lose)
+/* A number of the state behind a chunk, which adds `more`. Where a decay is near 1 the state is rounded once: the rounding of
+ * a factor, or of a state that has decayed and not grown yet, would add up over all chunks that it outlives. */
+UPI_DEVICE float upi_cuda_linear_next(float s, float keep, float lose, float more)
 {
-    return keep > 0.5f ? fmaf(lose, s, s) : keep * s;
+    return keep > 0.5f ? s + fmaf(lose, s, more) : fmaf(keep, s, more);
 }
 
 /* e^(G_i - G_j) */
@@ -311,8 +311,9 @@ void upi_cuda_linear_chunks(const upipe_linear a, const upi_cuda_linear_parts w,
                               if (i < x.l && j0 + j < x.l) w.p[at + i * step + j0 + j] =
                                   j0 + j <= i ? upi_cuda_linear_decay(sums, i, j0 + j) * tile.v[r][c] : 0.0f);
     }
+    if (!DELTA) return;
     __syncthreads();
-    if (DELTA) upi_cuda_linear_invert(w.t + at, step, square, square + UPI_CUDA_LINEAR_SQUARE, x.l);
+    upi_cuda_linear_invert(w.t + at, step, square, square + UPI_CUDA_LINEAR_SQUARE, x.l);
 }
 
 /* ---- states: from chunk to chunk ---- */
@@ -402,7 +403,7 @@ void upi_cuda_linear_states(const upipe_linear a, const upi_cuda_linear_parts w,
             UPI_CUDA_LINEAR_EVERY(
                 i, j, if (i0 + i < key_dim && j0 + j < dim) {
                     float *one = s + (int64_t)(i0 + i) * dim + j0 + j;
-                    *one = upi_cuda_linear_fade(*one, keep, lose) + tile.v[r][c];
+                    *one = upi_cuda_linear_next(*one, keep, lose, tile.v[r][c]);
                 });
         }
     }
@@ -467,7 +468,7 @@ void upi_cuda_linear_back(const upipe_linear_grad g, const upi_cuda_linear_parts
             UPI_CUDA_LINEAR_EVERY(
                 i, j, if (i0 + i < key_dim && j0 + j < dim) {
                     float *one = ds + (int64_t)(i0 + i) * dim + j0 + j;
-                    *one = x.begins ? 0.0f : upi_cuda_linear_fade(*one, keep, lose) + tile.v[r][c];
+                    *one = x.begins ? 0.0f : upi_cuda_linear_next(*one, keep, lose, tile.v[r][c]);
                 });
         }
     }
@@ -572,9 +573,8 @@ void upi_cuda_linear_squares(const upipe_linear_grad g, const upi_cuda_linear_pa
     whole = upi_cuda_linear_inner(w.state + x.number * size, w.dstate + x.number * size, size, lines);
     if (me < x.l) {
         w.dsums[at + me] = reaches;
-        w.dends[at + me] = 0;
+        if (me < x.l - 1) w.dends[at + me] = 0;
     }
-    __syncthreads();
     if (me == 0) w.dends[at + x.l - 1] = (double)w.up[at + x.l - 1] * whole;
 }
 
@@ -633,11 +633,9 @@ UPI_DEVICE void upi_cuda_linear_keys_of(const upipe_linear_grad &g, const upi_cu
     upi_cuda_linear_product<1, 0>(&tile, pieces, p, 0, q, j0);
     upi_cuda_linear_add(dk, tile);
     if (!DELTA) return;
-    __syncthreads(); /* the head before has read its factors */
-    if ((int)threadIdx.x < x.l)
+    if ((int)threadIdx.x < x.l) /* the products before and behind have barriers */
         factor[threadIdx.x] =
             w.up[at + threadIdx.x] * upi_cuda_linear_gate(a.beta, x.row + (int64_t)threadIdx.x, head);
-    __syncthreads();
     tile = upi_cuda_linear_zeros();
     upi_cuda_linear_product<0, 1>(&tile, pieces,
                                   upi_cuda_linear_part(w.dr + at * dim, x.l, dim, dim, factor, -1), 0, s, j0);
@@ -683,7 +681,7 @@ void upi_cuda_linear_keys(const upipe_linear_grad g, const upi_cuda_linear_parts
                 upi_cuda_linear_put(g.dk, x.row + i, key, j0 + j, dk.v[r][c]);
             });
     }
-    __syncthreads(); /* all that reaches G is there */
+    /* what reaches G is there: a product with its barriers came behind */
     for (h = key * group + (int)threadIdx.x; h < (key + 1) * group; h += UPI_CUDA_LINEAR_THREADS)
         upi_cuda_linear_gates_bwd(g, w, upi_cuda_linear_item_of(run, chunk, h, a.v.h), h);
 }
