@@ -17,7 +17,7 @@
  * are promised for one value of chunk, and where the compute table's gemm keeps its own promise.
  *
  *     upipe_linear_ops rules;
- *     upipe_cpu_linear(&rules);                                       cpu/upipe_cpu_linear.h
+ *     upipe_cpu_linear(&rules);                      cpu/upipe_cpu_linear.h; upipe_cuda_linear: cuda/upipe_cuda_linear.h
  *     upipe_linear a = {0};
  *     a.q = q; a.k = k; a.v = v; a.o = o; a.g = g; a.beta = beta;
  *     a.state = before; a.out = behind;
@@ -159,8 +159,8 @@ UPIPE_API upipe_status upi_linear_check_work(upipe_ctx *c, const upipe_linear *a
 
 /* ---- calls ---- */
 
-/* upipe_linear_bytes -- scratch of a call: shapes, positions, borders and chunk of `a` are read. 0 for what a call
- * refuses */
+/* upipe_linear_bytes -- scratch of a call: shapes, positions, borders and chunk of `a` are read, and whether it has beta.
+ * 0 for what a call refuses */
 UPIPE_API size_t upipe_linear_bytes(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a,
                                     upipe_linear_pass pass)
 {
@@ -169,7 +169,7 @@ UPIPE_API size_t upipe_linear_bytes(upipe_ctx *c, const upipe_linear_ops *rules,
 }
 
 /* upipe_linear_fwd -- o and the state behind the last token
- *   errors  ARG (shapes, too little scratch), UNSUPPORTED (dims, f16), the gemm's
+ *   errors  ARG (shapes, too little scratch), UNSUPPORTED (dims, f16; on CUDA a chunk above 64), the gemm's
  *   order   enqueued on ctx->stream
  */
 UPIPE_API upipe_status upipe_linear_fwd(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a)

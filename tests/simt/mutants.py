@@ -39,6 +39,8 @@ extern "C" upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upip
 {entries}    return UPIPE_OK;
 }}
 '''
+# Rules of linear attention are a table of their own, in one header.
+RULES = {'linear': '#include "upipe/cuda/upipe_cuda_linear.h"\nUPIPE_EXPORT_LINEAR(device_cuda_linear, upipe_cuda_linear)\n'}
 
 
 class Broken(Exception):
@@ -145,7 +147,8 @@ class Workshop:
         for build in {mutant.build for mutant in mutants}:
             whole = os.path.join(self.built, TABLES[build], 'table.cpp.o')
             self.base[build] = os.path.join(self.scratch, f'base{build}.o')
-            run(['objcopy', '--redefine-sym', 'device_cuda_ops=base_cuda_ops', whole, self.base[build]], whole)
+            run(['objcopy', '--redefine-sym', 'device_cuda_ops=base_cuda_ops', '--redefine-sym',
+                 'device_cuda_linear=base_cuda_linear', whole, self.base[build]], whole)
 
     def own_source(self, mutant):
         """A test that has the kernels in its own unit, and no table."""
@@ -168,7 +171,8 @@ class Workshop:
             text = mutate(text, mutant)
             with open(header, 'w', encoding='utf-8') as out:
                 out.write(text)
-        mine = sorted(self.touched(mutant.header))
+        rules = RULES.get(mutant.program, '')
+        mine = [] if rules else sorted(self.touched(mutant.header))
         unit = os.path.join(place, 'unit.cpp')
         program = os.path.join(place, 'program')
         own = self.own_source(mutant)
@@ -177,7 +181,7 @@ class Workshop:
             run([CXX, unit + '.o', *self.fakes, '-pthread', '-lm', '-ldl', '-o', program], name)
             return program
         with open(unit, 'w', encoding='utf-8') as out:
-            out.write(UNIT.format(includes='\n'.join(f'#include "upipe/cuda/{name}"' for name in mine),
+            out.write(UNIT.format(includes=rules + '\n'.join(f'#include "upipe/cuda/{name}"' for name in mine),
                                   entries=''.join(f'    ops->{entry} = {function};\n'
                                                   for name in mine for entry, function in self.entries[name])))
         self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
