@@ -35,7 +35,7 @@
 enum { UPIPE_LINEAR_CHUNK = 64, UPIPE_LINEAR_CHUNK_MAX = 256, UPIPE_LINEAR_DIM_MAX = 256 };
 
 /* upipe_linear -- forward
- *   q k v o     one storage type; o does not overlap the others
+ *   q k v o     one storage type; o does not overlap the others. Strides of what is read may be 0
  *   g           logarithm of the decay, f32: <= 0, -inf included
  *   beta        f32; data NULL: scalar decay
  *   state       f32 [heads][key_dim][value_dim]: before the first token
