@@ -98,15 +98,15 @@ static int options_only_machine(const options *o)
 static int options_linear(job *j)
 {
     options *o = &j->o;
-    const size_t takes[] = {offsetof(options, linear),    offsetof(options, machine),
-                            offsetof(options, how.ranks), offsetof(options, tokens),
-                            offsetof(options, dtype),     offsetof(options, device),
-                            offsetof(options, json),      offsetof(options, progress)};
+    const size_t used[] = {offsetof(options, linear),    offsetof(options, machine),
+                           offsetof(options, how.ranks), offsetof(options, tokens),
+                           offsetof(options, dtype),     offsetof(options, device),
+                           offsetof(options, json),      offsetof(options, progress)};
     size_t k;
     int i;
     for (i = 0; i < FLAG_ROWS; ++i) {
-        for (k = 0; k < sizeof takes / sizeof *takes && flag_rows[i].at != takes[k];) ++k;
-        if (o->given[i] && k == sizeof takes / sizeof *takes)
+        for (k = 0; k < sizeof used / sizeof *used && flag_rows[i].at != used[k];) ++k;
+        if (o->given[i] && k == sizeof used / sizeof *used)
             return cli_refuse("--%s would have no effect with --linear", flag_rows[i].name);
     }
     if (o->how.ranks == 0) o->how.ranks = j->machine.ranks;
