@@ -95,8 +95,26 @@ static upipe_status linear_call(const linear_job *j, const linear_cost *cost, in
     return UPIPE_OK;
 }
 
-/* Bytes of all ranks: the most of each; *fwd, *bwd: sent in a direction. */
-static int linear_bytes(const linear_job *j, linear_cost *cost, int64_t tokens, double *fwd, double *bwd)
+/* Bytes that the rank sends that sends the most; its directions in *fwd and *bwd. */
+static int linear_sent(const linear_job *j, linear_cost *cost, int64_t tokens, double *fwd, double *bwd)
+{
+    upipe_linear_attn a;
+    upipe_plan plan;
+    upipe_err e;
+    int rank;
+    *fwd = *bwd = 0;
+    for (rank = 0; rank < j->ranks; ++rank) {
+        if (linear_call(j, cost, tokens, rank, &plan, &a, &e) != UPIPE_OK)
+            return cli_refuse("--linear: %s", e.text);
+        *fwd = fmax(*fwd, (double)upipe_linear_attn_fwd_sent(&a, 0));
+        *bwd = fmax(*bwd, (double)upipe_linear_attn_bwd_sent(&a, 0));
+    }
+    cost->sent = *fwd + *bwd;
+    return 0;
+}
+
+/* Bytes of the pool of the rank that holds the most. */
+static int linear_held(const linear_job *j, linear_cost *cost, int64_t tokens)
 {
     upipe_linear_attn a;
     upipe_plan plan;
@@ -104,16 +122,13 @@ static int linear_bytes(const linear_job *j, linear_cost *cost, int64_t tokens, 
     int rank;
     memset(&c, 0, sizeof c);
     c.ops = &j->ops;
-    *fwd = *bwd = cost->fwd_bytes = cost->bwd_bytes = 0;
+    cost->fwd_bytes = cost->bwd_bytes = 0;
     for (rank = 0; rank < j->ranks; ++rank) {
         if (linear_call(j, cost, tokens, rank, &plan, &a, &c.err) != UPIPE_OK)
             return cli_refuse("--linear: %s", c.err.text);
         cost->fwd_bytes = fmax(cost->fwd_bytes, (double)upipe_linear_attn_fwd_bytes(&c, &a, 0));
         cost->bwd_bytes = fmax(cost->bwd_bytes, (double)upipe_linear_attn_bwd_bytes(&c, &a, 0));
-        *fwd = fmax(*fwd, (double)upipe_linear_attn_fwd_sent(&a, 0));
-        *bwd = fmax(*bwd, (double)upipe_linear_attn_bwd_sent(&a, 0));
     }
-    cost->sent = *fwd + *bwd;
     return 0;
 }
 
@@ -129,7 +144,7 @@ static double linear_link(const linear_job *j, double bytes, int to_all)
     return bytes / rate[nodes ? MACHINE_RING_NODES : MACHINE_RING];
 }
 
-/* linear_cost_of -- bytes and seconds; a rank's tokens are those of the rank that has most. 0, or as a flag's reader
+/* linear_cost_of -- bytes sent, and seconds; a rank's tokens are those of the rank that has most. 0, or as a flag's reader
  *   PASS   n stages take n + ranks - 1 steps, each of a stage's part of the work and its state's transfer
  *   SCAN   the rule, and on a unit matrix; then Q~ S, or Q~^T dO; maps, and what they are multiplied with
  *   HEADS  the rule on all tokens of the rank that has most heads; all-to-alls */
@@ -141,7 +156,7 @@ static int linear_cost_of(const linear_job *j, linear_cost *cost, int64_t tokens
     const double rule =
         linear_flops(l, n, heads, v, UPIPE_LINEAR_FWD) + linear_flops(l, n, heads, v, UPIPE_LINEAR_BWD);
     double fwd, bwd, flops = rule, steps = 2 * stages;
-    const int status = linear_bytes(j, cost, tokens, &fwd, &bwd);
+    const int status = linear_sent(j, cost, tokens, &fwd, &bwd);
     if (status != 0) return status;
     if (cost->way == UPIPE_WAY_PASS) {
         steps = 2 * (stages + j->ranks - 1);
@@ -167,16 +182,16 @@ static int linear_pick(const linear_job *j, linear_cost *cost, upipe_way way, in
 {
     const int group = j->layer.heads / j->layer.key_heads;
     double best = INFINITY;
-    int keys;
+    int keys, status;
     for (keys = 1; keys <= j->layer.key_heads; ++keys) {
         linear_cost c;
         double by;
-        int status;
         memset(&c, 0, sizeof c);
         c.way = way;
         c.stage_heads = keys * group;
         if (j->layer.key_heads % keys != 0) continue;
         if ((status = linear_cost_of(j, &c, tokens)) != 0) return status;
+        if (least && (status = linear_held(j, &c, tokens)) != 0) return status;
         by = least ? fmax(c.fwd_bytes, c.bwd_bytes) : c.seconds;
         if (by >= best) continue;
         best = by;
@@ -217,7 +232,9 @@ static int linear_report_make(const linear_job *j, linear_report *r, int64_t tok
     int i, status;
     for (i = 0; tokens > 0 && i < 2 * UPIPE_WAYS; ++i) {
         linear_cost *c = &r->row[r->rows];
-        if ((status = linear_pick(j, c, (upipe_way)(i / 2), tokens, i % 2)) != 0) return status;
+        if ((status = linear_pick(j, c, (upipe_way)(i / 2), tokens, i % 2)) != 0 ||
+            (status = linear_held(j, c, tokens)) != 0)
+            return status;
         if (i % 2 == 0 || c->stage_heads != c[-1].stage_heads) ++r->rows;
     }
     while (length < j->ranks) length *= 2;
