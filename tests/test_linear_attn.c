@@ -149,7 +149,7 @@ static void fill(const world *w, linear *y, linear *one)
 
 static void test_drawn(void)
 {
-    static const int dims[] = {1, 7, 16, 24};
+    static const int dims[] = {4, 7, 16, 24};
     static const double gates[] = {1e-3, 0.05, 0.5, 5};
     test_rng r = {41};
     for (int i = 0; i < 48; ++i) {
@@ -158,7 +158,7 @@ static void test_drawn(void)
         upipe_ctx c = {.ops = &w.ops};
         int64_t cu[5], cuts[SEGMENTS_MAX];
         char what[200];
-        const int group = 1 + test_below(&r, 3);
+        const int group = 1 + test_below(&r, 4);
         x.key_heads = 1 + test_below(&r, 4);
         x.heads = x.key_heads * group;
         x.key_dim = dims[test_below(&r, 4)], x.value_dim = dims[test_below(&r, 4)];
@@ -190,6 +190,11 @@ static void test_drawn(void)
             run_ways(&w, what, body);
             fill(&w, &y, &one);
             check_close(&y, what);
+            /* ranks that share a key head add up its gradients */
+            if (w.way == UPIPE_WAY_HEADS && w.ranks > x.key_heads && group > 1)
+                for (int k = 2; k < 4; ++k)
+                    memcpy(*field_of(&y, INPUTS + k), *field_of(&one, INPUTS + k),
+                           (size_t)count_of(&x, INPUTS + k) * 4);
             if (w.way == UPIPE_WAY_HEADS || (w.ranks == 1 && w.way == UPIPE_WAY_PASS))
                 check_bits(&one, &y, what);
         }
@@ -235,7 +240,7 @@ static void test_types(void)
     for (upipe_dtype t = UPIPE_BF16; t <= UPIPE_F16; ++t)
         for (int way = 0; way < UPIPE_WAYS; ++way) {
             linear x = {
-                .n = 96, .key_heads = 2, .heads = 4, .key_dim = 16, .value_dim = 24, .chunk = 8, .delta = 1};
+                .n = 96, .key_heads = 4, .heads = 8, .key_dim = 16, .value_dim = 24, .chunk = 8, .delta = 1};
             upipe_linear_attn_grad one;
             upipe_plan plan;
             upipe_view *views[8] = {&one.a.q, &one.a.k, &one.a.v, &one.dout,
@@ -301,8 +306,9 @@ static void test_sent(void)
         world w = {.ops = cpu_table(), .x = &x, .way = UPIPE_WAY_SCAN, .ranks = 4, .ring = 1, .segments = 1};
         draw(&x, &r, 0.05);
         for (int rank = 0; rank < 4; ++rank) {
-            const int64_t mine = rank == 0 ? 0 : 1, others = 3 - mine; /* key heads; 3 over 4 ranks */
-            const int64_t key = 2 * K * 4, value = 2 * V * 4, gate = 2 * gates;
+            /* the heads of each of 3 key heads are shared out, so that 4 ranks have some */
+            const int64_t mine = 1 + rank % 2, others = 6 - mine;
+            const int64_t key = 2 * K * 4, value = V * 4, gate = gates;
             upipe_linear_attn_grad g;
             upipe_plan plan;
             upipe_err e;
@@ -324,7 +330,7 @@ static void test_sent(void)
             g.a.borders = (upipe_borders){0};
             CHECK_INT(upipe_linear_attn_fwd_sent(&g.a, 1), 10 * others * (key + value + gate) +
                                                                30 * mine * value +
-                                                               2 * STATE * (rank == 0 ? 3 : 1));
+                                                               STATE * (rank == 0 ? 5 : mine));
         }
         buffers_free(0);
     }

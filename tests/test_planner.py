@@ -333,6 +333,8 @@ def linear():
             one = first['all-to-all']['seconds']
             check(first['pass']['stage_heads'] == 2 and abs(first['pass']['seconds'] / one - 7 / 4) < 1e-6, f'{first}')
             check(1.1 < first['scan']['seconds'] / one < 2, f'{first}')
+        few = plan('--linear', '8,2,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways'][-1]
+        check(few['way'] == 'all-to-all' and few['sent_bytes'] == sent['all-to-all'], f'2 key heads, 4 ranks: {few}')
     small = plan('--linear', 'decay:8,4,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways']
     check({one['sent_bytes'] for one in small if one['way'] == 'scan'} == {2 * 8 * 3 * state}, f'{small}')
     check(plan('--linear', '32,16,128,128')['ways'] == [], 'bytes of no length')

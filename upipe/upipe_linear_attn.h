@@ -7,7 +7,8 @@
  *              before them has come                                      of heads               of the chunk
  *     SCAN     its tokens, at once           a state and a matrix a      twice the products     no
  *              and twice                     head to each later rank
- *     HEADS    all tokens of its heads       q, k, v, gates, o           the products           always
+ *     HEADS    all tokens of its heads       q, k, v, gates, o           the products           yes; of dq and dk where no
+ *                                                                                               ranks share a key head
  *
  * upipe-plan --linear says which one takes how many bytes, and from which length on which one is faster. All but the way
  * is the same for the host:
@@ -131,6 +132,12 @@ UPIPE_API int64_t upipe_linear_attn_bwd_sent(const upipe_linear_attn *a, int car
     const upipe_scan s = upi_way_scan(a);
     if (a->way == UPIPE_WAY_PASS) return upipe_scan_bwd_sent(&s, carried);
     return a->way == UPIPE_WAY_SCAN ? upi_maps_bwd_sent(a, carried) : upi_heads_bwd_sent(a, carried);
+}
+
+/* upipe_linear_attn_heads -- heads on which this rank works: of all its tokens, or with HEADS of all tokens */
+UPIPE_API int upipe_linear_attn_heads(const upipe_linear_attn *a)
+{
+    return a->way == UPIPE_WAY_HEADS ? upi_heads_own(a) : a->v.h;
 }
 
 /* ---- calls ---- */

@@ -95,21 +95,23 @@ static upipe_status linear_call(const linear_job *j, const linear_cost *cost, in
     return UPIPE_OK;
 }
 
-/* Bytes that the rank sends that sends the most; its directions in *fwd and *bwd. */
-static int linear_sent(const linear_job *j, linear_cost *cost, int64_t tokens, double *fwd, double *bwd)
+/* Bytes that the rank sends that sends the most, and the largest number of heads on which a rank works. */
+static int linear_sent(const linear_job *j, linear_cost *cost, int64_t tokens, double *heads)
 {
     upipe_linear_attn a;
     upipe_plan plan;
     upipe_err e;
+    double fwd = 0, bwd = 0;
     int rank;
-    *fwd = *bwd = 0;
+    *heads = 0;
     for (rank = 0; rank < j->ranks; ++rank) {
         if (linear_call(j, cost, tokens, rank, &plan, &a, &e) != UPIPE_OK)
             return cli_refuse("--linear: %s", e.text);
-        *fwd = fmax(*fwd, (double)upipe_linear_attn_fwd_sent(&a, 0));
-        *bwd = fmax(*bwd, (double)upipe_linear_attn_bwd_sent(&a, 0));
+        fwd = fmax(fwd, (double)upipe_linear_attn_fwd_sent(&a, 0));
+        bwd = fmax(bwd, (double)upipe_linear_attn_bwd_sent(&a, 0));
+        *heads = fmax(*heads, upipe_linear_attn_heads(&a));
     }
-    cost->sent = *fwd + *bwd;
+    cost->sent = fwd + bwd;
     return 0;
 }
 
@@ -151,27 +153,21 @@ static double linear_link(const linear_job *j, double bytes, int to_all)
 static int linear_cost_of(const linear_job *j, linear_cost *cost, int64_t tokens)
 {
     const linear_layer *l = &j->layer;
-    const double *rate = j->m->rate, n = ceil((double)tokens / j->ranks), k = l->key_dim, v = l->value_dim;
-    const double heads = l->heads, stages = ceil(heads / cost->stage_heads), group = heads / l->key_heads;
-    const double rule =
-        linear_flops(l, n, heads, v, UPIPE_LINEAR_FWD) + linear_flops(l, n, heads, v, UPIPE_LINEAR_BWD);
-    double fwd, bwd, flops = rule, steps = 2 * stages;
-    const int status = linear_sent(j, cost, tokens, &fwd, &bwd);
+    const double *rate = j->m->rate, k = l->key_dim, v = l->value_dim;
+    const double n = cost->way == UPIPE_WAY_HEADS ? (double)tokens : ceil((double)tokens / j->ranks);
+    double heads, stages, flops, steps;
+    const int status = linear_sent(j, cost, tokens, &heads);
     if (status != 0) return status;
+    stages = ceil(heads / cost->stage_heads);
+    steps = 2 * stages;
+    flops = linear_flops(l, n, heads, v, UPIPE_LINEAR_FWD) + linear_flops(l, n, heads, v, UPIPE_LINEAR_BWD);
+    if (cost->way == UPIPE_WAY_SCAN && j->ranks > 1)
+        flops += 2 * linear_flops(l, n, heads, k, UPIPE_LINEAR_FWD) + 4 * n * heads * k * v +
+                 4 * (j->ranks - 1) * heads * (l->delta ? k * k * v : k * v);
+    cost->seconds = flops / rate[MACHINE_LINEAR] + linear_link(j, cost->sent, cost->way != UPIPE_WAY_PASS);
     if (cost->way == UPIPE_WAY_PASS) {
-        steps = 2 * (stages + j->ranks - 1);
-        cost->seconds = steps / 2 / stages * (rule / rate[MACHINE_LINEAR] + linear_link(j, cost->sent, 0));
-    } else if (cost->way == UPIPE_WAY_SCAN) {
-        const double map = l->delta ? k * k * v : k * v;
-        flops += 2 * linear_flops(l, n, heads, k, UPIPE_LINEAR_FWD) + 4 * n * heads * k * v;
-        flops += 4 * (j->ranks - 1) * heads * map;
-        if (j->ranks == 1) flops = rule;
-        cost->seconds = flops / rate[MACHINE_LINEAR] + linear_link(j, cost->sent, 1);
-    } else {
-        const double most = ceil((double)l->key_heads / j->ranks) * group, all = (double)tokens * most;
-        steps = 2 * ceil(most / cost->stage_heads);
-        flops = rule * all / (n * heads);
-        cost->seconds = flops / rate[MACHINE_LINEAR] + linear_link(j, cost->sent, 1);
+        steps += 2 * (j->ranks - 1);
+        cost->seconds *= steps / (2 * stages);
     }
     cost->seconds += steps * rate[MACHINE_STAGE];
     return 0;

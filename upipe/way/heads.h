@@ -1,14 +1,15 @@
 /* heads.h -- heads for tokens: all-to-alls in stages of heads        part of upipe_linear_attn.h
  *
  * A rank has whole key heads, with all heads that read them, and of these the whole sequence; so a key head is sent once.
- * One stage's tensors are held at a time. */
+ * Where there are fewer key heads than ranks, the heads that read one are shared out: then several ranks have it, and their
+ * gradients of it are added up at its tokens. One stage's tensors are held at a time. */
 #ifndef UPIPE_WAY_HEADS_H
 #define UPIPE_WAY_HEADS_H
 
 #include "types.h"
 
 /* A direction of one rank.
- *   plan  of key heads: which rank has which in which stage
+ *   plan  of key heads, each `split` times: which rank has which in which stage; each is read by `group` heads
  *   at    the stage's call on the whole sequence, of as many heads as this rank has at most
  *   send  this rank's tokens of a stage's heads of all ranks: one tensor
  *   state behind the last token; in the backward its gradient */
@@ -18,32 +19,47 @@ typedef struct upi_heads {
     upipe_plan plan;
     upipe_linear_grad own, at;
     upipe_view *in[UPI_WAY_VIEWS], *out[UPI_WAY_VIEWS], *at_in[UPI_WAY_VIEWS], *at_out[UPI_WAY_VIEWS];
-    int ins, outs, group, most; /* most: key heads of this rank in a stage */
+    int ins, outs, split, group, most; /* most: key heads of this rank in a stage */
     upipe_linear_pass pass;
     void *send;
     float *state;
 } upi_heads;
 
+/* Into how many parts the heads of a key head are shared out, so that all ranks have some. */
+UPIPE_API int upi_heads_split(const upipe_linear_attn *a)
+{
+    const int group = upi_way_group(a);
+    int split = 1;
+    while (split < group && (group % split != 0 || a->q.h * split < a->plan->desc.ranks)) ++split;
+    return split;
+}
+
 UPIPE_API upipe_status upi_heads_plan(upipe_plan *p, const upipe_linear_attn *a, upipe_err *e)
 {
     const upipe_plan_desc *have = &a->plan->desc;
-    const int group = upi_way_group(a), stage = a->stage_heads / group;
+    const int split = upi_heads_split(a), heads = a->q.h * split, stage = a->stage_heads / (a->v.h / heads);
     upipe_plan_desc d;
     memset(&d, 0, sizeof d);
     d.tokens = have->tokens;
     d.ranks = have->ranks;
     d.rank = have->rank;
-    d.heads = a->q.h;
+    d.heads = heads;
     d.head_dim = a->q.d;
     d.dtype = a->q.dtype;
-    d.chunk = stage == 0 || stage > a->q.h / have->ranks ? a->q.h : stage * have->ranks;
+    d.chunk = stage == 0 || stage > heads / have->ranks ? heads : stage * have->ranks;
     return upipe_plan_init(p, &d, e);
 }
 
-/* Bytes of a token and key head of a view: its group's heads lie side by side. */
+/* Heads of a view to one of the plan; those of a key head that is split are it itself. */
+UPIPE_API int upi_heads_each(const upi_heads *w, upipe_view v)
+{
+    return v.h > w->plan.desc.heads ? v.h / w->plan.desc.heads : 1;
+}
+
+/* Bytes of a token and a head of the plan: its group's heads lie side by side. */
 UPIPE_API size_t upi_heads_token(const upi_heads *w, upipe_view v)
 {
-    return (size_t)(v.h / w->plan.desc.heads * v.d) * upipe_dtype_bytes(v.dtype);
+    return (size_t)(upi_heads_each(w, v) * v.d) * upipe_dtype_bytes(v.dtype);
 }
 
 /* A rank's call: its own tokens, and what a stage has of all. */
@@ -54,7 +70,8 @@ UPIPE_API upipe_status upi_heads_begin(upipe_ctx *c, upi_heads *w, upipe_comm *c
     memset(w, 0, sizeof *w);
     w->a = a;
     w->comm = comm;
-    w->group = upi_way_group(a);
+    w->split = upi_heads_split(a);
+    w->group = upi_way_group(a) / w->split;
     UPIPE_TRY(upi_heads_plan(&w->plan, a, &c->err));
     for (i = 0; i < w->plan.stages; ++i)
         if (upipe_plan_q(&w->plan, i, w->plan.desc.rank).count > w->most)
@@ -102,6 +119,7 @@ UPIPE_API size_t upi_heads_layout(upipe_ctx *c, upi_heads *w, void *base)
         upipe_linear x = w->at.a;
         x.q.n = x.k.n = x.v.n = x.g.n = w->plan.team_tokens;
         if (x.beta.data != NULL) x.beta.n = w->plan.team_tokens;
+        x.q.h = x.k.h = w->plan.desc.heads;
         if (all > sent) sent = all;
         w->at.a.work_bytes = upipe_max_bytes(
             w->at.a.work_bytes,
@@ -122,25 +140,57 @@ UPIPE_API upipe_status upi_heads_alloc(upipe_ctx *c, upi_heads *w)
 
 /* ---- a stage ---- */
 
-/* The stage's heads of a tensor, between its place and the send buffer: [rank][T][heads][d]. */
-UPIPE_API upipe_status upi_heads_pack(upipe_ctx *c, const upi_heads *w, int stage, upipe_view own,
-                                      int to_send)
+/* `heads` heads of a view, from `first` on. */
+UPIPE_API upipe_view upi_heads_some(upipe_view v, int first, int heads)
 {
-    const int group = own.h / w->plan.desc.heads;
-    upipe_view block = own;
-    int r;
-    block.data = w->send;
+    v.data = upipe_view_at(v, 0, first);
+    v.h = heads;
+    return v;
+}
+
+/* The stage's heads of a tensor go into the send buffer, [rank][T][heads][d]. */
+UPIPE_API upipe_status upi_heads_pack(upipe_ctx *c, const upi_heads *w, int stage, upipe_view own)
+{
+    const int each = upi_heads_each(w, own), same = own.h < w->plan.desc.heads ? w->split : 1;
+    void *to = w->send;
+    int r, i;
     for (r = 0; r < w->plan.desc.ranks; ++r) {
         const upipe_head_range part = upipe_plan_q(&w->plan, stage, r);
-        upipe_view mine = own;
-        if (part.count == 0) continue;
-        mine.data = upipe_view_at(own, 0, part.first * group);
-        mine.h = part.count * group;
-        block = upipe_view_packed(block.data, own.dtype, own.n, mine.h, own.d);
-        UPIPE_TRY(c->ops->cast(c, to_send ? block : mine, to_send ? mine : block));
-        block.data = upipe_view_at(block, own.n, 0);
+        const upipe_view block = upipe_view_packed(to, own.dtype, own.n, part.count * each, own.d);
+        for (i = 0; i < part.count; i += same == 1 ? part.count : 1)
+            UPIPE_TRY(
+                c->ops->cast(c, upi_heads_some(block, i * each, same == 1 ? block.h : 1),
+                             upi_heads_some(own, (part.first + i) / same * each, same == 1 ? block.h : 1)));
+        to = upipe_view_at(block, own.n, 0);
     }
     return UPIPE_OK;
+}
+
+/* The reverse, of what has come back: gradients of a key head that is split are added up. */
+UPIPE_API upipe_status upi_heads_unpack(upipe_ctx *c, const upi_heads *w, int stage, upipe_view own)
+{
+    const int each = upi_heads_each(w, own), same = own.h < w->plan.desc.heads ? w->split : 1;
+    void *from = w->send;
+    int r, i;
+    for (r = 0; r < w->plan.desc.ranks; ++r) {
+        const upipe_head_range part = upipe_plan_q(&w->plan, stage, r);
+        const upipe_view block = upipe_view_packed(from, own.dtype, own.n, part.count * each, own.d);
+        if (same == 1 && part.count > 0)
+            UPIPE_TRY(c->ops->cast(c, upi_heads_some(own, part.first * each, block.h), block));
+        for (i = 0; same > 1 && i < part.count; ++i)
+            UPIPE_TRY(
+                c->ops->add(c, upi_heads_some(own, (part.first + i) / same, 1), upi_heads_some(block, i, 1)));
+        from = upipe_view_at(block, own.n, 0);
+    }
+    return UPIPE_OK;
+}
+
+/* Gradients that are added up begin with zeros. */
+UPIPE_API upipe_status upi_heads_clear(upipe_ctx *c, const upi_heads *w, upipe_view own)
+{
+    if (own.h >= w->plan.desc.heads) return UPIPE_OK;
+    UPIPE_TRY(c->ops->zero(c, w->send, (size_t)own.d * upipe_dtype_bytes(own.dtype)));
+    return c->ops->cast(c, own, upipe_view_make(w->send, own.dtype, own.n, 0, own.h, 0, own.d));
 }
 
 /* What a stage reads comes to its heads; the views of the stage's call. */
@@ -150,15 +200,15 @@ UPIPE_API upipe_status upi_heads_load(upipe_ctx *c, upi_heads *w, int stage)
     int i;
     for (i = 0; i < w->ins; ++i) {
         const upipe_view own = *w->in[i];
-        UPIPE_TRY(upi_heads_pack(c, w, stage, own, 1));
+        UPIPE_TRY(upi_heads_pack(c, w, stage, own));
         UPIPE_TRY(upipe_a2a_to_heads(c, w->at_in[i]->data, w->send, &w->plan, stage, UPIPE_A2A_Q,
                                      upi_heads_token(w, own)));
         *w->at_in[i] = upipe_view_packed(w->at_in[i]->data, own.dtype, w->plan.team_tokens,
-                                         n * (own.h / w->plan.desc.heads), own.d);
+                                         n * upi_heads_each(w, own), own.d);
     }
     for (i = 0; i < w->outs; ++i)
         *w->at_out[i] = upipe_view_packed(w->at_out[i]->data, w->out[i]->dtype, w->plan.team_tokens,
-                                          n * (w->out[i]->h / w->plan.desc.heads), w->out[i]->d);
+                                          n * upi_heads_each(w, *w->out[i]), w->out[i]->d);
     return UPIPE_OK;
 }
 
@@ -169,7 +219,7 @@ UPIPE_API upipe_status upi_heads_store(upipe_ctx *c, upi_heads *w, int stage)
     for (i = 0; i < w->outs; ++i) {
         UPIPE_TRY(upipe_a2a_to_tokens(c, w->send, w->at_out[i]->data, &w->plan, stage, UPIPE_A2A_Q,
                                       upi_heads_token(w, *w->out[i])));
-        UPIPE_TRY(upi_heads_pack(c, w, stage, *w->out[i], 0));
+        UPIPE_TRY(upi_heads_unpack(c, w, stage, *w->out[i]));
     }
     return UPIPE_OK;
 }
@@ -242,6 +292,8 @@ UPIPE_API upipe_status upi_heads_bwd_run(upipe_ctx *c, upipe_comm *comm, const u
     upi_heads w;
     UPIPE_TRY(upi_heads_begin(c, &w, comm, a, g));
     UPIPE_TRY(upi_heads_alloc(c, &w));
+    UPIPE_TRY(upi_heads_clear(c, &w, g->dq));
+    UPIPE_TRY(upi_heads_clear(c, &w, g->dk));
     for (stage = 0; stage < w.plan.stages; ++stage) {
         const upipe_head_range part = upipe_plan_q(&w.plan, stage, comm->rank);
         UPIPE_TRY(upi_heads_load(c, &w, stage));
@@ -274,12 +326,21 @@ UPIPE_API size_t upi_heads_bwd_bytes(upipe_ctx *c, const upipe_linear_attn *a)
     return upi_heads_begin(c, &w, NULL, a, &g) == UPIPE_OK ? upi_heads_layout(c, &w, NULL) : 0;
 }
 
-/* Bytes to other ranks: their key heads of this rank's tokens, this rank's key heads of theirs; and states between a
- * carry on rank `root` and all others, each way where it goes on. */
+/* Heads that this rank has in all stages. */
+UPIPE_API int upi_heads_own(const upipe_linear_attn *a)
+{
+    upipe_err e;
+    upipe_plan p;
+    if (upi_heads_plan(&p, a, &e) != UPIPE_OK) return 0;
+    return upipe_plan_before(&p, p.stages, p.desc.rank) * (a->v.h / p.desc.heads);
+}
+
+/* Bytes to other ranks: their heads of the plan of this rank's tokens, `to_heads` bytes a token, and this rank's heads of
+ * theirs, `to_tokens`; and states between a carry on rank `root` and all others, each way where it goes on. */
 UPIPE_API int64_t upi_heads_sent(const upipe_linear_attn *a, int64_t to_heads, int64_t to_tokens, int root,
                                  int out_of_root, int into_root)
 {
-    const int64_t head = upi_way_group(a) * upi_way_size(a) * 4;
+    const int64_t head = upi_way_group(a) / upi_heads_split(a) * upi_way_size(a) * 4;
     upipe_err e;
     upipe_plan p;
     int64_t mine, others;
@@ -292,38 +353,36 @@ UPIPE_API int64_t upi_heads_sent(const upipe_linear_attn *a, int64_t to_heads, i
                                 : 0);
 }
 
-/* Bytes of a token and key head: of q or k, of v or o, of a gate. */
-UPIPE_API int64_t upi_heads_key(const upipe_linear_attn *a)
-{
-    return a->q.d * (int64_t)upipe_dtype_bytes(a->q.dtype);
-}
+/* Bytes of a token and head of the plan: q and k, or their gradients; v or o; gates. */
+typedef struct upi_heads_row {
+    int64_t keys, value, gates;
+} upi_heads_row;
 
-UPIPE_API int64_t upi_heads_value(const upipe_linear_attn *a)
+UPIPE_API upi_heads_row upi_heads_row_of(const upipe_linear_attn *a)
 {
-    return (int64_t)upi_way_group(a) * a->v.d * (int64_t)upipe_dtype_bytes(a->q.dtype);
-}
-
-UPIPE_API int64_t upi_heads_gates(const upipe_linear_attn *a)
-{
-    return (int64_t)upi_way_group(a) * (a->beta.data != NULL ? 8 : 4);
+    const int64_t e = (int64_t)upipe_dtype_bytes(a->q.dtype), group = upi_way_group(a) / upi_heads_split(a);
+    upi_heads_row r;
+    r.keys = 2 * a->q.d * e;
+    r.value = group * a->v.d * e;
+    r.gates = group * (a->beta.data != NULL ? 8 : 4);
+    return r;
 }
 
 UPIPE_API int64_t upi_heads_fwd_sent(const upipe_linear_attn *a, int carried)
 {
     const upipe_scan s = upi_way_scan(a);
-    const int last = upi_scan_ranks(&s) - 1;
-    return upi_heads_sent(a, 2 * upi_heads_key(a) + upi_heads_value(a) + upi_heads_gates(a),
-                          upi_heads_value(a), 0, carried && upi_scan_joined(&s, 0),
-                          carried && upi_scan_joined(&s, last + 1));
+    const upi_heads_row r = upi_heads_row_of(a);
+    return upi_heads_sent(a, r.keys + r.value + r.gates, r.value, 0, carried && upi_scan_joined(&s, 0),
+                          carried && upi_scan_joined(&s, upi_scan_ranks(&s)));
 }
 
 UPIPE_API int64_t upi_heads_bwd_sent(const upipe_linear_attn *a, int carried)
 {
     const upipe_scan s = upi_way_scan(a);
-    const int last = upi_scan_ranks(&s) - 1;
-    return upi_heads_sent(a, 2 * upi_heads_key(a) + 2 * upi_heads_value(a) + upi_heads_gates(a),
-                          2 * upi_heads_key(a) + upi_heads_value(a) + upi_heads_gates(a), last,
-                          carried && upi_scan_joined(&s, last + 1), carried && upi_scan_joined(&s, 0));
+    const upi_heads_row r = upi_heads_row_of(a);
+    const int ranks = upi_scan_ranks(&s);
+    return upi_heads_sent(a, r.keys + 2 * r.value + r.gates, r.keys + r.value + r.gates, ranks - 1,
+                          carried && upi_scan_joined(&s, ranks), carried && upi_scan_joined(&s, 0));
 }
 
 #endif
