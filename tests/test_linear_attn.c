@@ -16,7 +16,7 @@ typedef struct world {
     linear *x;
     upipe_way way;
     int ranks, ring, segments, stage_heads, carried;
-    int bad_rank; /* its rule fails, or its call differs */
+    int fault; /* of rank 2: FAULT_... */
     double seconds[RANKS_MAX];
 } world;
 
@@ -410,7 +410,12 @@ static upipe_status failing_rule(upipe_ctx *c, const upipe_linear *a)
     return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the rule fails");
 }
 
-/* One rank's call differs, or its rule fails: all are told, and none waits for the deadline. */
+enum { FAULT_RULE, FAULT_WAY, FAULT_POOL, FAULTS };
+
+static const char *const fault_words[FAULTS] = {"the rule fails", "way of linear attention is ",
+                                                "do not fit"};
+
+/* One rank's call differs, its rule fails, or its pool is too small: all are told, and none waits for the deadline. */
 static upipe_status failing_body(void *user, int rank)
 {
     world *w = (world *)user;
@@ -422,16 +427,15 @@ static upipe_status failing_body(void *user, int rank)
     const double began = test_seconds();
     upipe_status s;
     float *states = floats(count_of(w->x, 5));
-    context_pool(&c, &mem, &w->ops, 1 << 20, 8);
+    context_pool(&c, &mem, &w->ops, rank == 2 && w->fault == FAULT_POOL ? 64 : 1 << 20, 8);
     UPIPE_TRY(part_of(w, rank, 0, &plan, &g, &c.err));
     broken.fwd = failing_rule;
-    if (rank == 2 && w->bad_rank == 2) g.a.rules = &broken;
-    if (rank == 2 && w->bad_rank != 2) g.a.way = UPIPE_WAY_PASS;
+    if (rank == 2 && w->fault == FAULT_RULE) g.a.rules = &broken;
+    if (rank == 2 && w->fault == FAULT_WAY) g.a.way = (upipe_way)((w->way + 1) % UPIPE_WAYS);
     s = upipe_linear_attn_fwd(&c, c.team, &g.a, states, NULL);
     w->seconds[rank] = test_seconds() - began;
     CHECK_INT(mem.live, 0);
-    CHECK_SAY(strstr(c.err.text, w->bad_rank == 2 ? "the rule fails" : "way of linear attention is ") != NULL,
-              "rank %d: %s", rank, c.err.text);
+    CHECK_SAY(strstr(c.err.text, fault_words[w->fault]) != NULL, "rank %d: %s", rank, c.err.text);
     upipe_mem_destroy(&mem, NULL);
     return s;
 }
@@ -441,13 +445,13 @@ static void test_released(void)
     test_rng r = {59};
     linear x = {.n = 40, .key_heads = 4, .heads = 4, .key_dim = 8, .value_dim = 8, .delta = 1};
     draw(&x, &r, 0.05);
-    for (int way = UPIPE_WAY_SCAN; way < UPIPE_WAYS; ++way)
-        for (int bad = 2; bad <= 3; ++bad) {
+    for (int way = 0; way < UPIPE_WAYS; ++way)
+        for (int fault = 0; fault < FAULTS; ++fault) {
             world w = {
                 .ops = cpu_table(), .x = &x, .way = (upipe_way)way, .ranks = 4, .ring = 1, .segments = 1};
             upipe_status statuses[4];
             upipe_err e;
-            w.bad_rank = bad;
+            w.fault = fault;
             CHECK_STATUS(upipe_threads_init(&w.team, 4, 60, &e), UPIPE_OK, e);
             upipe_threads_run(&w.team, failing_body, &w, statuses, &e);
             for (int rank = 0; rank < 4; ++rank) {

@@ -65,7 +65,8 @@ UPIPE_API upipe_status upi_way_check(upipe_ctx *c, const upipe_comm *comm, const
     if (way != UPIPE_WAY_HEADS) return UPIPE_OK;
     if (a->plan->desc.ring > 1 || comm != c->team)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "linear attention: the all-to-all goes over ctx->team, not over a ring of %d",
+                          "linear attention: the all-to-all goes over ctx->team; this is a ring of %d, or "
+                          "another communicator",
                           a->plan->desc.ring);
     return upi_heads_plan(&heads, a, &c->err);
 }
@@ -102,8 +103,8 @@ UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe
 
 /* ---- bytes ---- */
 
-/* upipe_linear_attn_fwd_bytes -- what a forward of this rank allocates in the pool. Shapes and numbers of `a` are read,
- * its data are not, but for beta's being NULL or not; 0 for what a call refuses
+/* upipe_linear_attn_fwd_bytes -- what a forward of this rank allocates in the pool. Arguments as a call takes
+ * them; data are not read, but are not NULL where they must not be
  *   carried  whether there is a carry */
 UPIPE_API size_t upipe_linear_attn_fwd_bytes(upipe_ctx *c, const upipe_linear_attn *a, int carried)
 {

@@ -49,15 +49,14 @@ UPIPE_API int upi_maps_until(const upipe_scan *s, int to)
  *   maps   the same of each rank that this one, or its carry, asks
  *   square [heads][key_dim][key_dim]: A before it is one number
  *   q      [T][heads][key_dim]: Q~;  sum f32 [T][value_dim]: Q~ S of a head;  state of a head, in the storage type
- *   zero   a row of zeros: v
- *   first  of a chain of ranks: the largest number of maps that a state is made of */
+ *   zero   a row of zeros: v */
 typedef struct upi_maps {
     const upipe_linear_attn *a;
     upipe_comm *comm;
     upipe_scan s;
     upipe_linear_grad call;
     int rank, last, heads, carried; /* heads: of a stage at most */
-    int most, applies;              /* most: maps that come; applies: Q~ is wanted */
+    int asks, most, applies; /* maps come for the state of rank `asks`, so many; applies: Q~ is wanted */
     float *map, *maps, *square, *sum;
     void *q, *state, *zero, *work;
     size_t work_bytes;
@@ -186,14 +185,13 @@ UPIPE_API upipe_status upi_maps_units(upipe_ctx *c, float *out, int heads, int64
 {
     const float row[UPIPE_LINEAR_DIM_MAX + 1] = {1};
     const int64_t matrix = dim * dim;
-    int64_t have = dim + 1 < matrix ? dim + 1 : matrix, end = matrix;
+    int64_t have = dim + 1 < matrix ? dim + 1 : matrix, end = have < matrix ? matrix : heads * matrix;
     UPIPE_TRY(c->ops->copy(c, out, row, (size_t)have * 4));
-    for (; have < heads * matrix; end = heads * matrix) {
-        for (; have < end;) {
-            const int64_t n = have < end - have ? have : end - have;
-            UPIPE_TRY(c->ops->copy(c, out + have, out, (size_t)n * 4));
-            have += n;
-        }
+    while (have < heads * matrix) {
+        const int64_t n = have < end - have ? have : end - have;
+        UPIPE_TRY(c->ops->copy(c, out + have, out, (size_t)n * 4));
+        have += n;
+        if (have == matrix) end = heads * matrix; /* from here on whole matrices */
     }
     return UPIPE_OK;
 }
@@ -224,19 +222,28 @@ UPIPE_API size_t upi_maps_bytes(const upi_maps *w, int heads, int whole)
     return (size_t)(whole ? upi_maps_size(w, heads) : heads * upi_way_size(w->a)) * 4;
 }
 
+/* Bytes from this rank for the state before rank `to`, and in the backward for the gradient behind it. */
+UPIPE_API size_t upi_maps_fwd_part(const upi_maps *w, int heads, int to)
+{
+    const int from = upi_maps_from(&w->s, to);
+    return from <= w->rank ? upi_maps_bytes(w, heads, w->rank > from) : 0;
+}
+
+UPIPE_API size_t upi_maps_bwd_part(const upi_maps *w, int heads, int to)
+{
+    const int until = upi_maps_until(&w->s, to);
+    return until >= w->rank ? upi_maps_bytes(w, heads, w->rank < until) : 0;
+}
+
 /* Forward: maps go to later ranks, and with a carry to rank 0, which asks for the state behind the last one. */
 UPIPE_API upipe_status upi_maps_trade_fwd(upipe_ctx *c, upi_maps *w, int heads)
 {
-    const int ranks = w->last + 1, me = w->rank, mine = me > 0 ? me : w->carried ? ranks : 0;
+    const int ranks = w->last + 1, from = w->asks - w->most;
     upipe_msg *const list = w->comm->list;
-    int used = 0, to, from = upi_maps_from(&w->s, mine), i;
-    for (to = me + 1; to < ranks + w->carried; ++to) {
-        const int begin = upi_maps_from(&w->s, to);
-        if (begin <= me)
-            upipe_msg_add(list, &used, to % ranks, 1, w->map, upi_maps_bytes(w, heads, me > begin), 0, NULL,
-                          0, 0);
-    }
-    for (i = from; i < mine; ++i)
+    int used = 0, to, i;
+    for (to = w->rank + 1; to < ranks + w->carried; ++to)
+        upipe_msg_add(list, &used, to % ranks, 1, w->map, upi_maps_fwd_part(w, heads, to), 0, NULL, 0, 0);
+    for (i = from; i < w->asks; ++i)
         upipe_msg_add(list, &used, i, 1, NULL, 0, 0, upi_maps_at(w, heads, i - from),
                       upi_maps_bytes(w, heads, i > from), 0);
     UPIPE_TRY(upipe_comm_start(c, w->comm, list, used));
@@ -246,16 +253,13 @@ UPIPE_API upipe_status upi_maps_trade_fwd(upipe_ctx *c, upi_maps *w, int heads)
 /* Backward: to earlier ranks, and with a carry to the last one, which asks for the gradient before the first one. */
 UPIPE_API upipe_status upi_maps_trade_bwd(upipe_ctx *c, upi_maps *w, int heads)
 {
-    const int ranks = w->last + 1, me = w->rank, mine = me < w->last ? me : w->carried ? -1 : w->last;
+    const int ranks = w->last + 1, until = w->asks + w->most;
     upipe_msg *const list = w->comm->list;
-    int used = 0, to, until = upi_maps_until(&w->s, mine), i;
-    for (to = me - 1; to >= -w->carried; --to) {
-        const int end = upi_maps_until(&w->s, to);
-        if (end >= me)
-            upipe_msg_add(list, &used, (to + ranks) % ranks, 1, w->map, upi_maps_bytes(w, heads, me < end), 0,
-                          NULL, 0, 0);
-    }
-    for (i = until; i > mine; --i)
+    int used = 0, to, i;
+    for (to = w->rank - 1; to >= -w->carried; --to)
+        upipe_msg_add(list, &used, (to + ranks) % ranks, 1, w->map, upi_maps_bwd_part(w, heads, to), 0, NULL,
+                      0, 0);
+    for (i = until; i > w->asks; --i)
         upipe_msg_add(list, &used, i, 1, NULL, 0, 0, upi_maps_at(w, heads, until - i),
                       upi_maps_bytes(w, heads, i < until), 0);
     UPIPE_TRY(upipe_comm_start(c, w->comm, list, used));
@@ -313,21 +317,19 @@ UPIPE_API upipe_status upi_maps_alloc(upipe_ctx *c, upi_maps *w, upipe_linear_pa
 /* What a forward of this rank needs: it applies its map where a state comes from before it. */
 UPIPE_API void upi_maps_begin_fwd(upi_maps *w, upipe_comm *comm, const upipe_linear_attn *a, int carried)
 {
-    int mine;
     upi_maps_begin(w, comm, a, NULL, carried);
-    mine = w->rank > 0 ? w->rank : carried ? w->last + 1 : 0;
-    w->most = mine - upi_maps_from(&w->s, mine);
-    w->applies = w->rank > upi_maps_from(&w->s, w->rank);
+    w->asks = w->rank > 0 ? w->rank : carried ? w->last + 1 : 0;
+    w->most = w->asks - upi_maps_from(&w->s, w->asks);
+    w->applies = w->rank > 0 && w->most > 0;
 }
 
 /* What a backward needs: where a state came from before it, or from a carry, somebody asks for its gradient. */
 UPIPE_API void upi_maps_begin_bwd(upi_maps *w, upipe_comm *comm, const upipe_linear_attn *a,
                                   const upipe_linear_attn_grad *grad, int carried)
 {
-    int mine;
     upi_maps_begin(w, comm, a, grad, carried);
-    mine = w->rank < w->last ? w->rank : carried ? -1 : w->last;
-    w->most = upi_maps_until(&w->s, mine) - mine;
+    w->asks = w->rank < w->last ? w->rank : carried ? -1 : w->last;
+    w->most = upi_maps_until(&w->s, w->asks) - w->asks;
     w->applies = upi_scan_joined(&w->s, w->rank) && (w->rank > 0 || carried);
 }
 
@@ -353,7 +355,6 @@ UPIPE_API upipe_status upi_maps_stage_fwd(upipe_ctx *c, upi_maps *w, int first, 
                                           float *carry)
 {
     const size_t bytes = upi_maps_bytes(w, heads, 0);
-    const int before = w->rank - upi_maps_from(&w->s, w->rank);
     upipe_linear_grad g = upi_way_stage(w->call, first, heads);
     if (w->rank == 0 && carry != NULL && upi_scan_joined(&w->s, 0))
         UPIPE_TRY(c->ops->copy(c, states, carry, bytes));
@@ -364,12 +365,10 @@ UPIPE_API upipe_status upi_maps_stage_fwd(upipe_ctx *c, upi_maps *w, int first, 
     UPIPE_TRY(upi_way_fwd_rule(c, w->a, &g.a));
     if (w->applies) UPIPE_TRY(upi_maps_apply(c, w, g));
     UPIPE_TRY(upi_maps_trade_fwd(c, w, heads));
-    if (before > 0) {
-        UPIPE_TRY(upi_maps_join(c, w, heads, before, 0, states));
-        UPIPE_TRY(upi_maps_correct(c, w, g.a.o, states));
-    }
-    if (w->rank > 0 || w->most == 0) return UPIPE_OK;
-    return upi_maps_join(c, w, heads, w->most, 0, carry);
+    if (w->most == 0) return UPIPE_OK;
+    if (w->rank == 0) return upi_maps_join(c, w, heads, w->most, 0, carry);
+    UPIPE_TRY(upi_maps_join(c, w, heads, w->most, 0, states));
+    return upi_maps_correct(c, w, g.a.o, states);
 }
 
 UPIPE_API upipe_status upi_maps_fwd_run(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn *a,
@@ -393,7 +392,6 @@ UPIPE_API upipe_status upi_maps_stage_bwd(upipe_ctx *c, upi_maps *w, int first, 
     const size_t bytes = upi_maps_bytes(w, heads, 0);
     const int64_t size = upi_way_size(w->a);
     const int end = w->rank == w->last && carry != NULL && upi_scan_joined(&w->s, w->last + 1);
-    const int behind = upi_maps_until(&w->s, w->rank) - w->rank;
     upipe_linear_grad g = upi_way_stage(w->call, first, heads);
     if (w->applies) {
         UPIPE_TRY(upi_maps_apply(c, w, g));
@@ -407,8 +405,8 @@ UPIPE_API upipe_status upi_maps_stage_bwd(upipe_ctx *c, upi_maps *w, int first, 
     UPIPE_TRY(upi_maps_trade_bwd(c, w, heads));
     if (end)
         UPIPE_TRY(c->ops->copy(c, w->map, carry, bytes));
-    else if (w->rank < w->last && behind > 0)
-        UPIPE_TRY(upi_maps_join(c, w, heads, behind, UPIPE_GEMM_TRANS_A, w->map));
+    else if (w->rank < w->last && w->most > 0)
+        UPIPE_TRY(upi_maps_join(c, w, heads, w->most, UPIPE_GEMM_TRANS_A, w->map));
     else
         UPIPE_TRY(c->ops->zero(c, w->map, bytes));
     if (w->rank == w->last && w->most > 0)
@@ -455,11 +453,8 @@ UPIPE_API int64_t upi_maps_fwd_sent(const upipe_linear_attn *a, int carried)
     int to;
     upi_maps w;
     upi_maps_begin(&w, NULL, a, NULL, carried);
-    for (to = w.rank + 1; to <= w.last + carried; ++to) {
-        const int begin = upi_maps_from(&w.s, to);
-        if (begin <= w.rank && to % (w.last + 1) != w.rank)
-            bytes += (int64_t)upi_maps_bytes(&w, a->v.h, w.rank > begin);
-    }
+    for (to = w.rank + 1; to <= w.last + carried; ++to)
+        if (to % (w.last + 1) != w.rank) bytes += (int64_t)upi_maps_fwd_part(&w, a->v.h, to);
     return bytes;
 }
 
@@ -469,11 +464,8 @@ UPIPE_API int64_t upi_maps_bwd_sent(const upipe_linear_attn *a, int carried)
     int to;
     upi_maps w;
     upi_maps_begin(&w, NULL, a, NULL, carried);
-    for (to = w.rank - 1; to >= -carried; --to) {
-        const int end = upi_maps_until(&w.s, to);
-        if (end >= w.rank && (to + w.last + 1) % (w.last + 1) != w.rank)
-            bytes += (int64_t)upi_maps_bytes(&w, a->v.h, w.rank < end);
-    }
+    for (to = w.rank - 1; to >= -carried; --to)
+        if ((to + w.last + 1) % (w.last + 1) != w.rank) bytes += (int64_t)upi_maps_bwd_part(&w, a->v.h, to);
     return bytes;
 }
 
