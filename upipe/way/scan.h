@@ -49,7 +49,7 @@ UPIPE_API int upi_maps_until(const upipe_scan *s, int to)
  *   maps   the same of each rank that this one, or its carry, asks
  *   square [heads][key_dim][key_dim]: A before it is one number
  *   q      [T][heads][key_dim]: Q~;  sum f32 [T][value_dim]: Q~ S of a head;  state of a head, in the storage type
- *   zero   a row of zeros: v */
+ *   zero   a row of zeros: v;  row  f32 [key_dim + 1]: with what a unit matrix begins */
 typedef struct upi_maps {
     const upipe_linear_attn *a;
     upipe_comm *comm;
@@ -57,7 +57,7 @@ typedef struct upi_maps {
     upipe_linear_grad call;
     int rank, last, heads, carried; /* heads: of a stage at most */
     int asks, most, applies; /* maps come for the state of rank `asks`, so many; applies: Q~ is wanted */
-    float *map, *maps, *square, *sum;
+    float *map, *maps, *square, *sum, *row;
     void *q, *state, *zero, *work;
     size_t work_bytes;
 } upi_maps;
@@ -181,9 +181,8 @@ UPIPE_API size_t upi_maps_work(upipe_ctx *c, upi_maps *w, upipe_linear_pass pass
 /* ---- maps ---- */
 
 /* Unit matrices: their elements repeat after key_dim + 1, so ever longer beginnings are copied behind themselves. */
-UPIPE_API upipe_status upi_maps_units(upipe_ctx *c, float *out, int heads, int64_t dim)
+UPIPE_API upipe_status upi_maps_units(upipe_ctx *c, float *out, const float *row, int heads, int64_t dim)
 {
-    const float row[UPIPE_LINEAR_DIM_MAX + 1] = {1};
     const int64_t matrix = dim * dim;
     int64_t have = dim + 1 < matrix ? dim + 1 : matrix, end = have < matrix ? matrix : heads * matrix;
     UPIPE_TRY(c->ops->copy(c, out, row, (size_t)have * 4));
@@ -203,7 +202,7 @@ UPIPE_API upipe_status upi_maps_apply(upipe_ctx *c, upi_maps *w, upipe_linear_gr
     const int heads = x.v.h;
     const int64_t dim = x.q.d, n = upi_maps_a(w->a);
     float *const to = w->map + heads * upi_way_size(w->a);
-    UPIPE_TRY(upi_maps_units(c, w->square, heads, dim));
+    UPIPE_TRY(upi_maps_units(c, w->square, w->row, heads, dim));
     UPIPE_TRY(upi_way_fwd_rule(c, w->a, &x));
     if (n > 1) return c->ops->copy(c, to, w->square, (size_t)(heads * n) * 4);
     return c->ops->cast(c, upipe_view_packed(to, UPIPE_F32, heads, 1, 1),
@@ -295,6 +294,7 @@ UPIPE_API size_t upi_maps_layout(upipe_ctx *c, upi_maps *w, upipe_linear_pass pa
         w->square = (float *)upi_way_place(&p, heads * dim * dim * 4);
         w->q = upi_way_place(&p, n * heads * dim * e);
         w->zero = upi_way_place(&p, dim * e);
+        w->row = (float *)upi_way_place(&p, (dim + 1) * 4);
     }
     if (w->applies && pass == UPIPE_LINEAR_FWD) {
         w->sum = (float *)upi_way_place(&p, n * (size_t)a->v.d * 4);
@@ -307,11 +307,14 @@ UPIPE_API size_t upi_maps_layout(upipe_ctx *c, upi_maps *w, upipe_linear_pass pa
 
 UPIPE_API upipe_status upi_maps_alloc(upipe_ctx *c, upi_maps *w, upipe_linear_pass pass)
 {
+    const float row[UPIPE_LINEAR_DIM_MAX + 1] = {1};
+    const size_t dim = (size_t)w->a->q.d;
     void *base;
     UPIPE_TRY(upipe_alloc(c, &base, upi_maps_layout(c, w, pass, NULL), UPIPE_USE_SCRATCH, "linear_maps"));
     upi_maps_layout(c, w, pass, base);
     if (!w->applies) return UPIPE_OK;
-    return c->ops->zero(c, w->zero, (size_t)w->a->q.d * upipe_dtype_bytes(w->a->q.dtype));
+    UPIPE_TRY(c->ops->copy(c, w->row, row, (dim + 1) * 4));
+    return c->ops->zero(c, w->zero, dim * upipe_dtype_bytes(w->a->q.dtype));
 }
 
 /* What a forward of this rank needs: it applies its map where a state comes from before it. */
