@@ -310,6 +310,44 @@ def documents():
         refused(sentence, *small, *words)
 
 
+def linear():
+    """A layer of linear attention: what its ways send, when which one is the fastest, and what holds less."""
+    of, tokens, ranks, free, slow = ['--linear', '8,4,16,24', '--tokens', '1000'], 1000, 4, 1e24, 1
+    key, value, gates, state, matrix = 2 * 16 * 4, 2 * 24 * 4, 2 * 8, 16 * 24 * 4, 16 * 16 * 4
+    mine, others = tokens // ranks, tokens // ranks * 3
+    sent = {'pass': 2 * 8 * state, 'scan': 2 * 8 * max(3 * state, 2 * (state + matrix)),
+            'all-to-all': mine * 3 * (key + value + gates) + others * value + mine * 3 * (key + 2 * value + gates) +
+                          others * (key + value + gates)}
+    for link, name in (free, 'all-to-all'), (slow, 'pass'):
+        rates = {f'{what}_bytes{nodes}': link for what in ('ring', 'all_to_all') for nodes in ('', '_nodes')}
+        host = ['--machine', machine('linear.json', base='cpu', ranks=ranks, rates={**rates, 'stage_seconds': 1e-12})]
+        got = plan(*of, *host, '--dtype', 'f32')
+        check(got['fastest'] == [{'from_tokens': 1024, 'way': name}], f"links of {link:g}: {got['fastest']}")
+        first = {}
+        for one in got['ways']:
+            check(one['sent_bytes'] == sent[one['way']], f"{one}, not {sent[one['way']]} sent")
+            least = first.setdefault(one['way'], one)
+            check(one['stage_heads'] % 2 == 0 and one['forward_bytes'] <= least['forward_bytes'], f'{one}: more than {least}')
+        check(set(first) == set(sent), f'ways {sorted(first)}')
+        if link == free: # a pipeline of 4 stages and 4 ranks; the scan's products
+            one = first['all-to-all']['seconds']
+            check(first['pass']['stage_heads'] == 2 and abs(first['pass']['seconds'] / one - 7 / 4) < 1e-6, f'{first}')
+            check(1.1 < first['scan']['seconds'] / one < 2, f'{first}')
+        few = plan('--linear', '8,2,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways'][-1]
+        check(few['way'] == 'all-to-all' and few['sent_bytes'] == sent['all-to-all'], f'2 key heads, 4 ranks: {few}')
+    small = plan('--linear', 'decay:8,4,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways']
+    check({one['sent_bytes'] for one in small if one['way'] == 'scan'} == {2 * 8 * 3 * state}, f'{small}')
+    check(plan('--linear', '32,16,128,128')['ways'] == [], 'bytes of no length')
+    for sentence, *words in [
+        ('--linear wants', '--linear', '32,16,128'), ('--linear wants', '--linear', '32,16,128,128,'),
+        ('--linear wants', '--linear', '32,5,128,128'), ('--linear wants', '--linear', '32,16,257,128'),
+        ('--linear wants', '--linear', 'delta:8,0,8,8'), ('--model would have no effect', *of, '--model', 'llama3-8b'),
+        ('--best would have no effect', *of, '--best'), ('has 4', *of, *host, '--ranks', '5'),
+        ('each of 4 ranks has at least one', *of[:2], *host, '--tokens', '3'),
+    ]:
+        refused(sentence, *words)
+
+
 def refused_path(sentence, *words):
     """Exit status 1 before anything is planned, and no file is another one than before."""
     before = tree(FOLDER)
@@ -440,6 +478,6 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, small_cards, same_bytes, accumulated, numbers, documents, refusals, paths, others, pictures:
+    for test in paper, small_cards, same_bytes, accumulated, numbers, documents, linear, refusals, paths, others, pictures:
         test()
 sys.exit(end('planner'))

@@ -24,7 +24,7 @@
  *     a.work_bytes = upipe_linear_bytes(&ctx, &rules, &a, UPIPE_LINEAR_FWD);
  *     a.work = ...; upipe_linear_fwd(&ctx, &rules, &a);
  *
- * upipe_scan.h brings the state from rank to rank.
+ * upipe_scan.h brings the state from rank to rank. upipe_linear_attn.h is both, and two other ways to share the work.
  */
 #ifndef UPIPE_LINEAR_H
 #define UPIPE_LINEAR_H
@@ -35,7 +35,7 @@
 enum { UPIPE_LINEAR_CHUNK = 64, UPIPE_LINEAR_CHUNK_MAX = 256, UPIPE_LINEAR_DIM_MAX = 256 };
 
 /* upipe_linear -- forward
- *   q k v o     one storage type; o does not overlap the others
+ *   q k v o     one storage type; o does not overlap the others. Strides of what is read may be 0
  *   g           logarithm of the decay, f32: <= 0, -inf included
  *   beta        f32; data NULL: scalar decay
  *   state       f32 [heads][key_dim][value_dim]: before the first token
