@@ -40,8 +40,8 @@ UPIPE_API upipe_status upipe_linear_saved_free(upipe_ctx *c, upipe_linear_saved 
  *   x       likewise; y may be x, if no backward follows
  *   carry   as in upipe_scan_fwd, of upipe_linear_layer_state_bytes, zeros before the first segment; NULL without segments
  *   bytes   upipe_linear_layer_bytes(.., 0) of the pool; sends upipe_linear_layer_fwd_sent
- *   errors  ARG, UNSUPPORTED, OVERFLOW, MEMORY, MISMATCH, TIMEOUT, ABORTED, the rule's; team, ring and comm are aborted, and the
- *           pool is as before
+ *   errors  ARG, UNSUPPORTED, OVERFLOW: nothing happens. MEMORY, MISMATCH, TIMEOUT, ABORTED, those of the rules: team, ring and
+ *           comm are aborted, and the pool is as before
  */
 UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_linear_layer *l,
                                               upipe_linear_saved *save, upipe_view y, upipe_view x,
@@ -52,7 +52,7 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     upipe_status s;
     int64_t mark;
     if (save != NULL) memset(save, 0, sizeof *save);
-    UPIPE_TRY(upi_lin_check(c, l, x));
+    UPIPE_TRY(upi_lin_check(c, comm, l, x));
     UPIPE_TRY(upi_lin_check_rows(c, l, "y", y));
     if (save == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: save is NULL");
     mark = upipe_mem_mark(c->mem);
@@ -61,7 +61,7 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     upi_lin_begin(&p, l, save, x);
     if (s == UPIPE_OK) s = upi_lin_fwd(c, comm, &p, y, carry);
     if (s == UPIPE_OK) {
-        save->given = f.hash;
+        save->given = upi_lin_given(l, &f);
         return UPIPE_OK;
     }
     memset(save, 0, sizeof *save);
@@ -75,7 +75,8 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
  *   dy x    likewise; x is the forward's
  *   carry   as in upipe_scan_bwd, zeros before the last segment, which comes first
  *   bytes   upipe_linear_layer_bytes(.., 1) of the pool beside save; sends upipe_linear_layer_bwd_sent
- *   errors  as the forward; save is then valid for upipe_linear_saved_free alone, and grads hold part of a sum
+ *   errors  as the forward; of the second kind save is then valid for upipe_linear_saved_free alone, and grads hold part of a
+ *           sum
  */
 UPIPE_API upipe_status upipe_linear_layer_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_linear_layer *l,
                                               upipe_view dx, const upipe_linear_layer_grads *grads,
@@ -86,15 +87,16 @@ UPIPE_API upipe_status upipe_linear_layer_bwd(upipe_ctx *c, upipe_comm *comm, co
     upipe_fields f;
     upipe_status s;
     int64_t mark;
-    UPIPE_TRY(upi_lin_check(c, l, x));
+    UPIPE_TRY(upi_lin_check(c, comm, l, x));
     UPIPE_TRY(upi_lin_check_rows(c, l, "dx", dx));
     UPIPE_TRY(upi_lin_check_rows(c, l, "dy", dy));
     f = upi_lin_fields(l);
     if (grads == NULL || dx.data == x.data)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: %s",
                           grads == NULL ? "grads are NULL" : "dx lies over x, which every stage reads");
-    if (save == NULL || save->given != f.hash)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: save is NULL, consumed, or another layer's");
+    if (save == NULL || save->given != upi_lin_given(l, &f))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "linear layer: save is NULL, consumed, or of another layer or plan");
     save->given = 0;
     mark = upipe_mem_mark(c->mem);
     s = upipe_comm_agree(c, comm, &f);

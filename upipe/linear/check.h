@@ -53,7 +53,7 @@ UPIPE_API upipe_status upi_lin_check_rows(upipe_ctx *c, const upipe_linear_layer
                       upipe_dtype_name(p->desc.dtype), (long long)p->local, (long long)p->desc.model_dim);
 }
 
-/* What all ranks must agree on, beside the pass; its hash is what a backward compares with its forward. */
+/* What all ranks must agree on, beside what the pass compares. */
 UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
 {
     upipe_fields f;
@@ -66,14 +66,23 @@ UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
     upipe_field_int(&f, "its value_dim", l->value_dim);
     upipe_field_int(&f, "taps of its convolution", l->taps);
     upipe_field_int(&f, "its chunk", l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK);
-    upipe_field_int(&f, "key heads of its stages", l->stage_keys);
+    upipe_field_int(&f, "key heads of its stages", upi_lin_stage_keys(l));
     upipe_field_real(&f, "its norm_eps", (double)l->norm_eps);
     return f;
 }
 
-/* A layer, x, and what a backward has beside them. */
-UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_linear_layer *l, upipe_view x)
+/* What a backward compares with its forward. */
+UPIPE_API uint64_t upi_lin_given(const upipe_linear_layer *l, const upipe_fields *f)
 {
+    const uint64_t hash = upipe_hash_bytes(f->hash, &l->plan->seal, sizeof l->plan->seal);
+    return upipe_hash_bytes(hash, &l->first, sizeof l->first);
+}
+
+/* A layer and x. */
+UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const upipe_linear_layer *l,
+                                     upipe_view x)
+{
+    upipe_scan scan;
     UPIPE_TRY(upipe_ctx_check(c));
     if (l == NULL || l->plan == NULL || l->rules == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: it, its plan or its rules are NULL");
@@ -88,6 +97,8 @@ UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_linear_layer *l, 
     if (l->plan->desc.dtype == UPIPE_F16 && !c->ops->f16)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear layer: %s does not take f16", c->ops->name);
     UPIPE_TRY(upi_lin_check_shape(c, l));
+    scan = upi_lin_scan(l);
+    UPIPE_TRY(upi_scan_check(c, comm, &scan, l->a_log)); /* of the states that they are not NULL */
     return upi_lin_check_rows(c, l, "x", x);
 }
 

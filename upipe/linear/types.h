@@ -43,7 +43,7 @@ typedef struct upipe_linear_layer_grads {
 } upipe_linear_layer_grads;
 
 /* upipe_linear_saved -- what a forward leaves for the backward, in the pool
- *   given   a hash of the layer's numbers; 0: there was no forward
+ *   given   a hash of the layer's numbers and the plan; 0: there was no forward
  *   o       [n][heads][value_dim], the plan's type: what the rule has made
  *   states  as a scan has them, before this rank's first token
  */
@@ -107,6 +107,12 @@ UPIPE_API upipe_scan upi_lin_scan(const upipe_linear_layer *l)
     s.value_dim = 1;
     s.stage_heads = l->stage_keys;
     return s;
+}
+
+/* Key heads of a stage; the last one may have fewer. */
+UPIPE_API int upi_lin_stage_keys(const upipe_linear_layer *l)
+{
+    return l->stage_keys > 0 && l->stage_keys < l->key_heads ? l->stage_keys : l->key_heads;
 }
 
 UPIPE_API int64_t upi_lin_tile_rows(const upipe_linear_layer *l)
@@ -265,7 +271,7 @@ UPIPE_API size_t upi_lin_sum_bytes(const upipe_linear_layer *l)
 UPIPE_API size_t upi_lin_stages_bytes(const upipe_ops *ops, const upipe_linear_layer *l, int backward)
 {
     const upipe_scan scan = upi_lin_scan(l);
-    const int keys = l->stage_keys > 0 && l->stage_keys < l->key_heads ? l->stage_keys : l->key_heads;
+    const int keys = upi_lin_stage_keys(l);
     const int sizes[2] = {keys, l->key_heads - (upipe_scan_stages(&scan) - 1) * keys};
     size_t most = 0, all;
     int i, j;
@@ -278,7 +284,7 @@ UPIPE_API size_t upi_lin_stages_bytes(const upipe_ops *ops, const upipe_linear_l
 }
 
 /* upipe_linear_layer_bytes -- the most that a forward, or with backward a backward, holds in the pool, exactly: a forward
- *                            with what it saves, a backward without */
+ *                            with what it saves, a backward without. Of a layer that these do not refuse */
 UPIPE_API size_t upipe_linear_layer_bytes(const upipe_ops *ops, const upipe_linear_layer *l, int backward)
 {
     const upipe_scan scan = upi_lin_scan(l);
