@@ -283,8 +283,9 @@ UPIPE_API size_t upi_lin_stages_bytes(const upipe_ops *ops, const upipe_linear_l
     return most;
 }
 
-/* upipe_linear_layer_bytes -- the most that a forward, or with backward a backward, holds in the pool, exactly: a forward
- *                            with what it saves, a backward without. Of a layer that these do not refuse */
+/* upipe_linear_layer_bytes -- the most that a forward or, with backward, a backward allocates in the pool, exactly
+ * What a forward saves is counted in it alone. Of a layer that the calls do not refuse.
+ */
 UPIPE_API size_t upipe_linear_layer_bytes(const upipe_ops *ops, const upipe_linear_layer *l, int backward)
 {
     const upipe_scan scan = upi_lin_scan(l);
