@@ -33,7 +33,7 @@ SHAPE = ['hidden_size', 'linear_num_value_heads', 'linear_num_key_heads', 'linea
          'linear_conv_kernel_dim']
 CHUNK, EPS = 64, 1e-6
 BOUND = 1e-5
-LAYERS = [(80, (32, 4, 2, 16, 24, 4)), (200, (48, 6, 2, 32, 16, 4)), (130, (24, 2, 2, 20, 40, 3)), (67, (16, 3, 1, 8, 8, 2))]
+LAYERS = [(80, (32, 4, 2, 16, 24, 4)), (200, (48, 6, 2, 32, 16, 4)), (130, (24, 2, 2, 20, 40, 3)), (67, (64, 2, 1, 128, 128, 2))]
 
 
 class Wide:
