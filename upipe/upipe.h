@@ -40,6 +40,7 @@
  *     upipe_scan_fwd(&ctx, ctx.team, &s, states, NULL);  a state over ranks, by a rule       upipe_scan.h
  *     upipe_linear_fwd(&ctx, &rules, &linear);           rules of linear attention           upipe_linear.h
  *     upipe_linear_attn_fwd(&ctx, ctx.team, &a, states, NULL);   both, in one of three ways   upipe_linear_attn.h
+ *     upipe_linear_layer_fwd(&ctx, ctx.team, &l, ...);   a layer of it                       upipe_linear_layer.h
  *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h
  *     upipe_shard_pos(&plan.shard, i);                   which token row i of a rank is      upipe_shard.h
@@ -68,6 +69,7 @@
 #include "upipe_borders.h"
 #include "upipe_reduce.h"
 #include "upipe_linear.h"
+#include "upipe_linear_rows.h"
 #include "upipe_scan.h"
 #include "upipe_linear_attn.h"
 #include "upipe_zero.h"
@@ -77,6 +79,7 @@
 #include "upipe_side_stream.h"
 #include "upipe_stage.h"
 #include "upipe_layer.h"
+#include "upipe_linear_layer.h"
 #include "upipe_segments.h"
 #include "upipe_fpdt.h"
 #include "upipe_qkv.h"

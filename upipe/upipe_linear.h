@@ -73,12 +73,22 @@ typedef struct upipe_linear_grad {
 /* A direction's scratch. */
 typedef enum upipe_linear_pass { UPIPE_LINEAR_FWD, UPIPE_LINEAR_BWD } upipe_linear_pass;
 
+struct upipe_linear_conv;       /* upipe_linear_rows.h */
+struct upipe_linear_conv_grad;  /* upipe_linear_rows.h */
+struct upipe_linear_gates;      /* upipe_linear_rows.h */
+struct upipe_linear_gates_grad; /* upipe_linear_rows.h */
+
 /* upipe_linear_ops -- what a backend implements; arguments are checked, and chunk and scale are set */
 typedef struct upipe_linear_ops {
     const char *name;
     upipe_status (*fwd)(upipe_ctx *c, const upipe_linear *a);
     upipe_status (*bwd)(upipe_ctx *c, const upipe_linear_grad *g);
     size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass);
+    /* Optional, for upipe_linear_layer.h; arguments in upipe_linear_rows.h. */
+    upipe_status (*conv)(upipe_ctx *c, const struct upipe_linear_conv *a);
+    upipe_status (*conv_bwd)(upipe_ctx *c, const struct upipe_linear_conv_grad *g);
+    upipe_status (*gates)(upipe_ctx *c, const struct upipe_linear_gates *a);
+    upipe_status (*gates_bwd)(upipe_ctx *c, const struct upipe_linear_gates_grad *g);
 } upipe_linear_ops;
 
 /* Row i's chunk ends before this row. */

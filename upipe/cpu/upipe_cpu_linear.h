@@ -1,4 +1,4 @@
-/* upipe_cpu_linear.h -- the rules of linear attention on the CPU        backend cpu, includes cpu_walk, linear
+/* upipe_cpu_linear.h -- the rules of linear attention on the CPU        backend cpu, includes cpu_linear_rows, linear
  *
  *     upipe_linear_ops rules;
  *     upipe_cpu_linear(&rules);
@@ -22,7 +22,7 @@
 
 #include <math.h>
 
-#include "upipe_cpu_walk.h"
+#include "upipe_cpu_linear_rows.h"
 #include "../upipe_linear.h"
 
 enum { UPI_LINEAR_LOWEST = -128 /* e to that is 0 in f32, and so it is with -inf */ };
@@ -641,6 +641,10 @@ UPIPE_API void upipe_cpu_linear(upipe_linear_ops *rules)
     rules->fwd = upi_cpu_linear_fwd;
     rules->bwd = upi_cpu_linear_bwd;
     rules->bytes = upi_cpu_linear_bytes;
+    rules->conv = upi_cpu_linear_conv;
+    rules->conv_bwd = upi_cpu_linear_conv_bwd;
+    rules->gates = upi_cpu_linear_gates;
+    rules->gates_bwd = upi_cpu_linear_gates_bwd;
 }
 
 #endif

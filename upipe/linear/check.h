@@ -1,0 +1,105 @@
+/* check.h -- what a layer of linear attention refuses        part of upipe_linear_layer.h */
+#ifndef UPIPE_LINEAR_CHECK_H
+#define UPIPE_LINEAR_CHECK_H
+
+#include "../upipe_agree.h"
+#include "types.h"
+
+UPIPE_API upipe_status upi_lin_check_shape(upipe_ctx *c, const upipe_linear_layer *l)
+{
+    int64_t size, all;
+    if (l->heads < 1 || l->key_heads < 1 || l->heads % l->key_heads != 0 || l->stage_keys < 0 ||
+        l->tile_rows < 0)
+        return upipe_fail(
+            &c->err, UPIPE_ERR_ARG,
+            "linear layer: %d heads over %d key heads, stages of %d key heads, tiles of %lld rows", l->heads,
+            l->key_heads, l->stage_keys, (long long)l->tile_rows);
+    if (l->tile_rows % UPIPE_SUM_ROWS != 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: tiles of %lld rows, no multiple of %d",
+                          (long long)l->tile_rows, UPIPE_SUM_ROWS);
+    if (l->key_dim < 1 || l->key_dim > UPIPE_LINEAR_DIM_MAX || l->value_dim < 1 ||
+        l->value_dim > UPIPE_LINEAR_DIM_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "linear layer: a state of %d x %d; 1 to %d each are built", l->key_dim,
+                          l->value_dim, UPIPE_LINEAR_DIM_MAX);
+    if (l->taps < 2 || l->taps > UPIPE_LINEAR_TAPS_MAX)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "linear layer: a convolution of %d taps; 2 to %d are built", l->taps,
+                          UPIPE_LINEAR_TAPS_MAX);
+    if (l->chunk < 0 || l->chunk > UPIPE_LINEAR_CHUNK_MAX || !(l->norm_eps >= 0) ||
+        !__builtin_isfinite(l->norm_eps))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "linear layer: chunks of %d tokens (at most %d), norm_eps %g", l->chunk,
+                          UPIPE_LINEAR_CHUNK_MAX, (double)l->norm_eps);
+    if (!upipe_mul(&size, upi_lin_states(l, 1) + (l->taps - 1) * upi_lin_channels(l, 1),
+                   4 * (int64_t)l->key_heads) ||
+        size / 4 > INT32_MAX || !upipe_mul(&all, l->plan->local, 4 * upi_lin_channels(l, l->key_heads)))
+        return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW, "linear layer: %d heads of %d x %d", l->heads,
+                          l->key_dim, l->value_dim);
+    return UPIPE_OK;
+}
+
+/* A matrix of this rank's tokens, [n][1][D]. */
+UPIPE_API upipe_status upi_lin_check_rows(upipe_ctx *c, const upipe_linear_layer *l, const char *name,
+                                          upipe_view v)
+{
+    const upipe_plan *p = l->plan;
+    if (v.data != NULL && v.n == p->local && v.h == 1 && v.d == p->desc.model_dim &&
+        upipe_enum_number(&v.dtype, sizeof v.dtype) == (int)p->desc.dtype)
+        return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                      "linear layer: %s is %s%s [%lld][%d][%d], not %s [%lld][1][%lld]", name,
+                      v.data == NULL ? "NULL, " : "", upipe_dtype_name_of(&v.dtype), (long long)v.n, v.h, v.d,
+                      upipe_dtype_name(p->desc.dtype), (long long)p->local, (long long)p->desc.model_dim);
+}
+
+/* What all ranks must agree on, beside what the pass compares. */
+UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
+{
+    upipe_fields f;
+    f.n = 0;
+    upipe_field_int(&f, "a linear layer's model_dim", l->plan->desc.model_dim);
+    upipe_field_int(&f, "its storage type", l->plan->desc.dtype);
+    upipe_field_int(&f, "its heads", l->heads);
+    upipe_field_int(&f, "its key heads", l->key_heads);
+    upipe_field_int(&f, "its key_dim", l->key_dim);
+    upipe_field_int(&f, "its value_dim", l->value_dim);
+    upipe_field_int(&f, "taps of its convolution", l->taps);
+    upipe_field_int(&f, "its chunk", l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK);
+    upipe_field_int(&f, "key heads of its stages", upi_lin_stage_keys(l));
+    upipe_field_real(&f, "its norm_eps", (double)l->norm_eps);
+    return f;
+}
+
+/* What a backward compares with its forward. */
+UPIPE_API uint64_t upi_lin_given(const upipe_linear_layer *l, const upipe_fields *f)
+{
+    const uint64_t hash = upipe_hash_bytes(f->hash, &l->plan->seal, sizeof l->plan->seal);
+    return upipe_hash_bytes(hash, &l->first, sizeof l->first);
+}
+
+/* A layer and x. */
+UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const upipe_linear_layer *l,
+                                     upipe_view x)
+{
+    upipe_scan scan;
+    UPIPE_TRY(upipe_ctx_check(c));
+    if (l == NULL || l->plan == NULL || l->rules == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: it, its plan or its rules are NULL");
+    if (l->rules->conv == NULL || l->rules->conv_bwd == NULL || l->rules->gates == NULL ||
+        l->rules->gates_bwd == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "linear layer: the rules %s have no convolution and no gates, which a layer needs",
+                          l->rules->name);
+    if (l->w_qkv == NULL || l->w_z == NULL || l->w_b == NULL || l->w_a == NULL || l->w_out == NULL ||
+        l->conv == NULL || l->a_log == NULL || l->dt_bias == NULL || l->norm_weight == NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: a weight is NULL");
+    if (l->plan->desc.dtype == UPIPE_F16 && !c->ops->f16)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear layer: %s does not take f16", c->ops->name);
+    UPIPE_TRY(upi_lin_check_shape(c, l));
+    scan = upi_lin_scan(l);
+    UPIPE_TRY(upi_scan_check(c, comm, &scan, l->a_log)); /* of the states that they are not NULL */
+    return upi_lin_check_rows(c, l, "x", x);
+}
+
+#endif
