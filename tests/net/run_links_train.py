@@ -119,7 +119,8 @@ def test_cut_meeting(link, after):
         wait_for(lambda: len(trainers(link)) == RANKS, 20, 0.001)
         time.sleep(after)
         text = cut(link, job, folder, f'cut {after:g} s after the start', 2 * DEADLINE + 1)
-        check(all(re.search(r'^train: ', said, re.M) for said in text.values()), f'a rank says nothing: {text}')
+        check(all(re.search(fr'^train: (rank {rank} |\d of \d ranks)', said, re.M) for rank, said in text.items()),
+              f'a rank does not speak for itself: {text}')
 
 
 def test_transport(link, start, loss):
