@@ -120,7 +120,7 @@ def test_cut_meeting(link, after):
         time.sleep(after)
         text = cut(link, job, folder, f'cut {after:g} s after the start', 2 * DEADLINE + 1)
         check(all(re.search(fr'^train: (rank {rank} |\d of \d ranks)', said, re.M) for rank, said in text.items()),
-              f'a rank does not speak for itself: {text}')
+              f'a sentence of another rank: {text}')
 
 
 def test_transport(link, start, loss):
