@@ -114,7 +114,7 @@ def parts():
         Part('gcc', ['-Doptimization=0'],
              full='compile unit bf16 fuzz property programs faults weights simt fake net links mutants bench',
              ordinary='compile unit property programs faults simt fake net torch',
-             without='headers_cuda nccl_versions cudnn_plug faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '
+             without='headers_cuda nccl_versions cudnn_plug faults_tcp faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '
                      'cuda_attn_masks_on_90'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',
              ordinary='mem comm a2a fpdt mistakes tile safetensors fuzz', slow=SLOW,

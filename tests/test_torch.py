@@ -239,7 +239,10 @@ def test_refused():
     refused_of('softcap is 30.0; the handle has 0.0', lambda u: attention(u, 0, q, q, q, softcap=30.0))
     refused_of('scale is 0.2; the handle has 0.17', lambda u: attention(u, 0, q, q, q, scale=0.2))
     refused_of('cu_seqlens is torch.float32', lambda u: attention(u, 0, q, q, q, cu_seqlens=[0., 37.]))
-    refused_of('[20, 10)', lambda u: attention(u, 0, q, q, q, cu_seqlens=[0, 20, 10]))
+    refused_of('[20, 10)', lambda u: attention(u, 0, q, q, q, cu_seqlens=[0, 20, 10, TOKENS]))
+    refused_of('torch.int64 with 2 dimensions', lambda u: attention(u, 0, q, q, q, cu_seqlens=[[0, TOKENS]]))
+    for wrong in [1, TOKENS], [0, TOKENS - 1], [0, 2 * TOKENS], [0]:
+        refused_of(f'from {wrong[0]} to {wrong[-1]}; from 0 to 37', lambda u, wrong=wrong: attention(u, 0, q, q, q, cu_seqlens=wrong))
     u = Attention(LIBRARY, tokens=TOKENS, heads=2, head_dim=DIM)
     pid = os.fork()
     if pid == 0:

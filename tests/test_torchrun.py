@@ -7,6 +7,7 @@ documents. Qwen3, of which one layer has a window and one has none, compiled on 
 once. Where no Python here has both packages the test is left out (status 77).
 """
 
+import copy
 import os
 import socket
 import sys
@@ -87,6 +88,22 @@ def test_model(team, name, more, position_ids, backend=None):
         same(f'{what}: {one}', got[one], gradient)
 
 
+def test_narrow(team, name, more, autocast):
+    """bf16, and f32 under autocast: as far from f64 as the model without this attention, or up to three times."""
+    model, (ids, labels) = make_model(name, more), draw_ids(2)
+    model = model if autocast else model.bfloat16()
+    exact = copy.deepcopy(model).double()
+    want = gradients(exact, exact(input_ids=ids, labels=labels, use_cache=False).loss)
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        rounded = gradients(model, model(input_ids=ids, labels=labels, use_cache=False).loss)
+        model.set_attn_implementation('upipe')
+        got = gradients(model, model(**shard(team, ids, labels)).loss)
+    team.sum_gradients(model)
+    for one, true in want.items():
+        off, plain = ((t - true).abs().max().item() for t in (got[one], rounded[one]))
+        check(off <= 3 * plain, f'{name}, {"autocast" if autocast else "bf16"}: {one} is off by {off:.3g}, without by {plain:.3g}')
+
+
 def refused(words, body):
     began = time.monotonic()
     try:
@@ -118,6 +135,7 @@ def test_refused(team):
     stretched = make_model('Llama', {}, max_position_embeddings=64, rope_parameters={'rope_type': 'dynamic', 'factor': 2.0, 'rope_theta': 1e4})
     stretched.set_attn_implementation('upipe')
     refused('rope_type dynamic', lambda: stretched(**batch))
+    refused('torch.float16 is not served', lambda: model.eval().half()(**batch))
     refused("rank 3 asks for {'causal': 1, 'head_dim': 32, 'heads': 2, 'tokens': 40}, rank 0",
             lambda: team.handle(tokens=40 if team.rank == 3 else 41, heads=2, head_dim=32, causal=1))
 
@@ -158,8 +176,11 @@ def rank_main():
         own = Team(LIBRARY, mine[0])  # its handles, one a window, are opened while the model is traced
         register(own)
         test_model(own, *MODELS[1], DOCUMENTS, 'aot_eager')
+        for autocast in False, True:
+            test_narrow(own, *MODELS[1], autocast)
         own.close()
     distributed.barrier()
+    refused('is not in its group', lambda: Team(LIBRARY, groups[-1][team.rank < 2]))
     register(team)
     test_refused(team)
     team.close()
@@ -175,7 +196,7 @@ def main():
         test_secret(folder)
         os.environ['UPIPE_SECRET'] = 'what all ranks have'
         config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=RANKS, run_id='test', rdzv_backend='c10d',
-                              rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1)
+                              rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1, max_restarts=0)
         statuses = elastic_launch(config, rank_main)()
         equal(statuses, dict.fromkeys(range(RANKS), 0), 'what the ranks return')
     return end(f'transformers {transformers.__version__}, torch {torch.__version__}')

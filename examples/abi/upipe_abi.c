@@ -374,9 +374,10 @@ int64_t upipe_abi_rows(const upipe_abi *handle, int rank, int64_t *first)
 
 int upipe_abi_positions(const upipe_abi *handle, int rank, int64_t *positions)
 {
-    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
+    abi_rank *r = abi_rank_of(abi_of(handle), rank);
     int64_t i;
-    if (r == NULL || positions == NULL) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
+    if (positions == NULL) return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "positions is NULL");
     for (i = 0; i < r->plan.local; ++i) positions[i] = upipe_shard_pos(&r->plan.shard, i);
     return 0;
 }

@@ -150,6 +150,8 @@ class Ranks:
     def __init__(self, library=LIBRARY, group=None):
         self.library, self.group = library, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise Error(f'rank {dist.get_rank()} is not in its group: a team is made by the ranks of the group')
         self.handles = {}
 
     def of_all(self, what):

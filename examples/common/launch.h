@@ -15,7 +15,14 @@ typedef struct launch {
     int rank, ranks;
     int local; /* rank on this machine: the device to use */
     int port;
+    int first, step; /* of a part of the ranks: its rank i is rank first + i * step. 0, 0: all */
 } launch;
+
+/* What a rank is called in a sentence. */
+static inline int launch_called(const launch *l, int rank)
+{
+    return l->first + rank * (l->step > 0 ? l->step : 1);
+}
 
 /* The first of these variables that is set, or NULL. */
 static inline const char *launch_first(const char *const *names)

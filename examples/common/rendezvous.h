@@ -114,12 +114,11 @@ typedef struct rendezvous_call {
     double until, seconds;
 } rendezvous_call;
 
-/* A connection that has served outlives this one's end, where it is wanted; 0, or -1 with errno set. */
+/* A connection that has served outlives this one's end, where it is wanted; returns whether it does. */
 static inline int rendezvous_keep(const rendezvous_call *k, int rank, int fd)
 {
-    if (k->fds == NULL) return 0;
-    k->fds[rank] = dup(fd);
-    return k->fds[rank] >= 0 ? 0 : -1;
+    if (k->fds != NULL) k->fds[rank] = fd;
+    return k->fds != NULL;
 }
 
 /* This process, with a new nonce; -1 with errno set. */
@@ -198,7 +197,7 @@ static inline int rendezvous_listen(const rendezvous_call *k, char *where, size_
 static inline void rendezvous_drop(rendezvous_server *s, int i)
 {
     s->no_hello += s->conns[i].next == RENDEZVOUS_READ_HELLO;
-    close(s->polls[1 + i].fd);
+    if (s->polls[1 + i].fd >= 0) close(s->polls[1 + i].fd);
     --s->n;
     s->conns[i] = s->conns[s->n];
     s->polls[1 + i] = s->polls[1 + s->n];
@@ -290,9 +289,9 @@ static inline int rendezvous_progress(rendezvous_server *s, int i)
     if (now == RENDEZVOUS_READ_HELLO) return rendezvous_check(s, c, fd);
     if (now == RENDEZVOUS_WRITE_PROOF) return c->fits ? 0 : -1;
     if (now != RENDEZVOUS_READ_ACK) return 0;
-    if (c->ack == RENDEZVOUS_ACK && !s->seen[c->hello.peer.rank] &&
-        rendezvous_keep(s->k, c->hello.peer.rank, fd) == 0)
-        s->joined += s->seen[c->hello.peer.rank] = 1;
+    if (c->ack != RENDEZVOUS_ACK || s->seen[c->hello.peer.rank]) return -1;
+    s->joined += s->seen[c->hello.peer.rank] = 1;
+    if (rendezvous_keep(s->k, c->hello.peer.rank, fd)) s->polls[1 + i].fd = -1;
     return -1;
 }
 
@@ -344,10 +343,11 @@ static inline int rendezvous_serve(const rendezvous_call *k)
     s.conns = (rendezvous_conn *)calloc((size_t)s.most, sizeof *s.conns);
     s.seen = (char *)calloc((size_t)ranks, 1);
     if (s.polls == NULL || s.conns == NULL || s.seen == NULL) {
-        cli_fail("rank 0 is out of memory: %d ranks", ranks);
+        cli_fail("rank %d is out of memory: %d ranks", launch_called(k->l, 0), ranks);
     } else if ((s.polls[0].fd =
                     k->listening >= 0 ? k->listening : rendezvous_listen(k, s.where, sizeof s.where)) < 0) {
-        cli_fail("rank 0 cannot listen at %s port %d: %s", s.where, k->l->port, strerror(errno));
+        cli_fail("rank %d cannot listen at %s port %d: %s", launch_called(k->l, 0), s.where, k->l->port,
+                 strerror(errno));
     } else {
         if (k->listening >= 0) snprintf(s.where, sizeof s.where, "%s", k->l->address);
         if (k->listening < 0 && k->secret.bytes == 0 && strncmp(s.where, "127.", 4) != 0 &&
@@ -446,16 +446,15 @@ static inline int rendezvous_join(const rendezvous_call *k)
                 continue;
             }
             status = rendezvous_handshake(k, fd, until, &last);
-            if (status == 0 && rendezvous_keep(k, 0, fd) != 0)
-                status = cli_fail("rank %d keeps no connection: %s", l->rank, strerror(errno));
-            close(fd);
+            if (status != 0 || !rendezvous_keep(k, 0, fd)) close(fd);
             if (status <= 0) return status;
             if (why == NULL || cli_clock(NULL) < k->until) why = last;
         }
         rendezvous_nap();
     } while (cli_clock(NULL) < k->until);
-    return cli_fail("rank %d has not met rank 0 at %s port %d within %g s: %s", l->rank, l->address, l->port,
-                    k->seconds, why != NULL ? why : strerror(error));
+    return cli_fail("rank %d has not met rank %d at %s port %d within %g s: %s", launch_called(l, l->rank),
+                    launch_called(l, 0), l->address, l->port, k->seconds,
+                    why != NULL ? why : strerror(error));
 }
 
 /* rendezvous_connect_all -- as rendezvous, over TCP alone, and the connections stay
@@ -491,7 +490,7 @@ static inline int rendezvous_connect_all(const launch *l, int listening, void *d
     k.until = until;
     k.seconds = seconds;
     if (k.message == NULL) {
-        status = cli_fail("rank %d is out of memory", l->rank);
+        status = cli_fail("rank %d is out of memory", launch_called(l, l->rank));
     } else {
         memcpy(k.message + 2 * sizeof(rendezvous_peer), data, bytes);
         status = l->rank == 0 ? rendezvous_serve(&k) : rendezvous_join(&k);

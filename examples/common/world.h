@@ -471,7 +471,7 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
 
 /* world_text -- what `write` writes for a rank, in the process that has it, comes to f in the one that reports. All
  *               processes call it together; f is NULL in the others, and where it could not be opened. 0, or -1 with
- *               the sentence out
+ *               the sentence out. Where f has an error errno stays that of its first one
  */
 static inline int world_text(struct world *w, FILE *f, int rank, void (*write)(void *user, FILE *f, int rank),
                              void *user)
@@ -482,6 +482,7 @@ static inline int world_text(struct world *w, FILE *f, int rank, void (*write)(v
     upipe_status s;
     upipe_err e;
     FILE *own;
+    int error = f != NULL && ferror(f) ? errno : 0;
     if (w->all == NULL) {
         if (f != NULL) write(user, f, rank);
         return 0;
@@ -495,9 +496,10 @@ static inline int world_text(struct world *w, FILE *f, int rank, void (*write)(v
         n = (size_t)total - at < sizeof piece ? (size_t)total - at : sizeof piece;
         if (text != NULL) memcpy(piece, text + at, n);
         s = world_broadcast(w, rank, piece, n, &e);
-        if (s == UPIPE_OK && f != NULL) fwrite(piece, 1, n, f);
+        if (s == UPIPE_OK && f != NULL && fwrite(piece, 1, n, f) < n && error == 0) error = errno;
     }
     free(text);
+    if (error != 0) errno = error; /* and not what a socket has said since */
     if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), e.text);
     return total < 0 ? cli_fail("out of memory: the text of rank %d", rank) : 0;
 }

@@ -87,6 +87,8 @@ static inline int world_tcp_connect(struct world *w, int which, int first, int s
             l.port = door->port[i];
             l.rank = me - p;
             l.ranks = n - p;
+            l.first = first + p * step;
+            l.step = step;
             if (rendezvous_connect_all(&l, p == me ? t->listening[i] : -1, &byte, 1, w->deadline,
                                        t->fds[which][i] + p) != 0)
                 return -1;
@@ -172,19 +174,20 @@ static inline void world_tcp_stop(void)
     _exit(EXIT_RUN);
 }
 
-/* Every rank's door comes to rank 0, over the connections at which all have met, and from there to all. */
+/* Every rank's door comes to rank 0, over the connections at which all have met, and from there to all. Returns the
+ * rank whose connection does not serve, or -1. */
 static inline int world_tcp_all_gather(world_tcp *t, const launch *l, int *star, double until)
 {
-    int r, bad = 0;
+    const size_t all = (size_t)l->ranks * sizeof *t->doors;
+    int r;
     t->doors[l->rank] = t->door;
-    if (l->rank > 0)
-        return rendezvous_move(star[0], &t->door, sizeof t->door, 1, until) != 0 ||
-               rendezvous_move(star[0], t->doors, (size_t)l->ranks * sizeof *t->doors, 0, until) != 0;
-    for (r = 1; r < l->ranks && !bad; ++r)
-        bad = rendezvous_move(star[r], &t->doors[r], sizeof *t->doors, 0, until) != 0;
-    for (r = 1; r < l->ranks && !bad; ++r)
-        bad = rendezvous_move(star[r], t->doors, (size_t)l->ranks * sizeof *t->doors, 1, until) != 0;
-    return bad;
+    if (l->rank > 0 && rendezvous_move(star[0], &t->door, sizeof t->door, 1, until) != 0) return 0;
+    if (l->rank > 0) return rendezvous_move(star[0], t->doors, all, 0, until) != 0 ? 0 : -1;
+    for (r = 1; r < l->ranks; ++r)
+        if (rendezvous_move(star[r], &t->doors[r], sizeof *t->doors, 0, until) != 0) return r;
+    for (r = 1; r < l->ranks; ++r)
+        if (rendezvous_move(star[r], t->doors, all, 1, until) != 0) return r;
+    return -1;
 }
 
 /* This rank's door is where it has met the others. */
@@ -195,6 +198,7 @@ static inline int world_tcp_meet(struct world *w, const launch *l, int *star, in
     struct sockaddr_storage at;
     socklen_t size = sizeof at;
     char name[256] = "", byte = 0;
+    int lost;
     if (rendezvous_connect_all(l, -1, &byte, 1, w->deadline, star) != 0) return -1;
     snprintf(t->door.host, sizeof t->door.host, "127.0.0.1");
     if (l->ranks > 1 && getsockname(star[l->rank == 0], (struct sockaddr *)&at, &size) == 0)
@@ -202,9 +206,11 @@ static inline int world_tcp_meet(struct world *w, const launch *l, int *star, in
     (void)gethostname(name, sizeof name - 1);
     t->door.node = node_ranks > 0 ? l->rank / node_ranks : (int64_t)upipe_hash_bytes(0, name, strlen(name));
     if (world_tcp_listen(t) != 0) return -1;
-    if (world_tcp_all_gather(t, l, star, until) == 0) return 0;
-    return cli_fail("rank %d does not learn where the others are: a rank has ended, or %g s have passed",
-                    l->rank, w->deadline);
+    lost = world_tcp_all_gather(t, l, star, until);
+    if (lost < 0) return 0;
+    if (cli_clock(NULL) < until)
+        return cli_fail("rank %d has met rank %d, and their connection has ended", l->rank, lost);
+    return cli_fail("rank %d has met rank %d, and has no answer within %g s", l->rank, lost, w->deadline);
 }
 
 /* Machines in the order of their first process, and on each the processes in theirs. */

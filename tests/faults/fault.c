@@ -8,9 +8,12 @@
  *                              which writes half of the bytes, and where it is no write does nothing
  *     UPIPE_FAULT=read:4:EIO   what reads files and asks about them: read, pread, open and fopen for reading, stat, fstat,
  *                              lstat, access, opendir, readdir, sysconf; the same errors, SHORT of read and pread
+ *     UPIPE_FAULT=net:6:EINTR  what connects processes: socket, bind, listen, connect, accept, getsockname, getpeername,
+ *                              getsockopt, setsockopt, poll, send, recv, sendmsg, recvmsg; ECONNRESET, ENOBUFS, EINTR,
+ *                              or SHORT of the last four
  *     UPIPE_FAULT_COUNT=FILE   how many calls of the kind there were, at the end
  *     UPIPE_FAULT_OWN=1        calls of the executable alone count and fail, for a program whose libraries do not bear it:
- *                              Open MPI crashes where an allocation of its own finds no memory
+ *                              OpenSSL and Open MPI crash where an allocation of their own finds no memory
  *
  * Files of stdio go through this library too: fopen and fdopen make a stream whose bytes go through its write or read. A close
  * that fails has closed, as on Linux. What the C library writes by itself, to stdout and stderr, is left alone.
@@ -28,7 +31,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <poll.h>
 #include <sys/file.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -38,7 +43,14 @@ extern void *__libc_calloc(size_t, size_t);
 extern void *__libc_realloc(void *, size_t);
 extern void *__libc_memalign(size_t, size_t);
 
-typedef enum fault_kind { FAULT_NONE, FAULT_ALLOC, FAULT_THREAD, FAULT_FILE, FAULT_READ } fault_kind;
+typedef enum fault_kind {
+    FAULT_NONE,
+    FAULT_ALLOC,
+    FAULT_THREAD,
+    FAULT_FILE,
+    FAULT_READ,
+    FAULT_NET
+} fault_kind;
 
 static fault_kind fault_of; /* FAULT_NONE until the library is set up */
 static long fault_calls, fault_at;
@@ -67,17 +79,24 @@ static int fault_executable(struct dl_phdr_info *object, size_t size, void *user
 
 __attribute__((constructor)) static void fault_begin(void)
 {
-    static const char *const kinds[] = {"", "alloc:", "thread:", "file:", "read:"};
+    static const char *const kinds[] = {"", "alloc:", "thread:", "file:", "read:", "net:"};
+    static const struct {
+        const char *name;
+        int number;
+    } errors[] = {{":ENOSPC", ENOSPC}, {":EINTR", EINTR}, {":ECONNRESET", ECONNRESET}, {":ENOBUFS", ENOBUFS}};
     const char *text = getenv("UPIPE_FAULT");
     char *end = NULL;
+    size_t i;
     int kind;
-    for (kind = FAULT_READ; text != NULL && kind > FAULT_NONE; --kind)
+    for (kind = FAULT_NET; text != NULL && kind > FAULT_NONE; --kind)
         if (strncmp(text, kinds[kind], strlen(kinds[kind])) == 0) break;
     if (text == NULL || kind == FAULT_NONE) return;
     fault_at = strtol(text + strlen(kinds[kind]), &end, 10);
     fault_stays = *end == '+';
     fault_short = strstr(end, ":SHORT") != NULL;
-    fault_error = strstr(end, ":ENOSPC") != NULL ? ENOSPC : strstr(end, ":EINTR") != NULL ? EINTR : EIO;
+    fault_error = EIO;
+    for (i = 0; i < sizeof errors / sizeof *errors; ++i)
+        if (strstr(end, errors[i].name) != NULL) fault_error = errors[i].number;
     fault_to = UINTPTR_MAX;
     if (getenv("UPIPE_FAULT_OWN") != NULL) dl_iterate_phdr(fault_executable, NULL);
     fault_of = (fault_kind)kind;
@@ -119,6 +138,11 @@ static int fault_whole(fault_kind kind, uintptr_t caller)
 static int fault_file(uintptr_t caller)
 {
     return fault_whole(FAULT_FILE, caller);
+}
+
+static int fault_reading(uintptr_t caller)
+{
+    return fault_whole(FAULT_READ, caller);
 }
 
 /* The C library's function behind one of these. */
@@ -224,12 +248,16 @@ int close(int fd)
     return fault_close(fd, CALLER);
 }
 
-#define FILE_CALL(name, parameters, arguments, ...)      \
-    int name parameters                                  \
-    {                                                    \
-        REAL(int, #name, __VA_ARGS__);                   \
-        return fault_file(CALLER) ? -1 : real arguments; \
+/* Fails with this value, its errno set. */
+#define CALL(fails, type, name, bad, parameters, arguments, ...) \
+    type name parameters                                         \
+    {                                                            \
+        REAL(type, #name, __VA_ARGS__);                          \
+        return fails(CALLER) ? (bad) : real arguments;           \
     }
+
+#define FILE_CALL(name, parameters, arguments, ...) \
+    CALL(fault_file, int, name, -1, parameters, arguments, __VA_ARGS__)
 
 FILE_CALL(fsync, (int fd), (fd), int)
 FILE_CALL(rename, (const char *from, const char *to), (from, to), const char *, const char *)
@@ -309,13 +337,8 @@ ssize_t pread64(int fd, void *data, size_t n, off64_t at)
     return fault_pread(fd, data, n, at, CALLER);
 }
 
-/* Fails with this value, its errno set. */
-#define READ_CALL(type, name, bad, parameters, arguments, ...)           \
-    type name parameters                                                 \
-    {                                                                    \
-        REAL(type, #name, __VA_ARGS__);                                  \
-        return fault_whole(FAULT_READ, CALLER) ? (bad) : real arguments; \
-    }
+#define READ_CALL(type, name, bad, parameters, arguments, ...) \
+    CALL(fault_reading, type, name, bad, parameters, arguments, __VA_ARGS__)
 
 typedef struct stat about;
 typedef struct stat64 about64;
@@ -336,6 +359,93 @@ READ_CALL(DIR *, opendir, NULL, (const char *path), (path), const char *)
 READ_CALL(entry *, readdir, NULL, (DIR * d), (d), DIR *)
 READ_CALL(entry64 *, readdir64, NULL, (DIR * d), (d), DIR *)
 READ_CALL(long, sysconf, -1, (int name), (name), int)
+
+/* ---- connections ---- */
+
+static int fault_waiting(uintptr_t caller)
+{
+    return fault_whole(FAULT_NET, caller);
+}
+
+/* A call that never waits is not interrupted. */
+static int fault_instant(uintptr_t caller)
+{
+    return fault_waiting(caller) && fault_error != EINTR;
+}
+
+#define WAIT_CALL(name, parameters, arguments, ...) \
+    CALL(fault_waiting, int, name, -1, parameters, arguments, __VA_ARGS__)
+#define NET_CALL(name, parameters, arguments, ...) \
+    CALL(fault_instant, int, name, -1, parameters, arguments, __VA_ARGS__)
+
+typedef __CONST_SOCKADDR_ARG address;
+typedef __SOCKADDR_ARG address_out;
+
+NET_CALL(socket, (int domain, int type, int protocol), (domain, type, protocol), int, int, int)
+NET_CALL(bind, (int fd, address at, socklen_t n), (fd, at, n), int, address, socklen_t)
+NET_CALL(listen, (int fd, int n), (fd, n), int, int)
+WAIT_CALL(connect, (int fd, address at, socklen_t n), (fd, at, n), int, address, socklen_t)
+WAIT_CALL(accept, (int fd, address_out at, socklen_t *restrict n), (fd, at, n), int, address_out, socklen_t *)
+NET_CALL(getsockname, (int fd, address_out at, socklen_t *restrict n), (fd, at, n), int, address_out,
+         socklen_t *)
+NET_CALL(getpeername, (int fd, address_out at, socklen_t *restrict n), (fd, at, n), int, address_out,
+         socklen_t *)
+NET_CALL(getsockopt, (int fd, int level, int name, void *restrict value, socklen_t *restrict n),
+         (fd, level, name, value, n), int, int, int, void *, socklen_t *)
+NET_CALL(setsockopt, (int fd, int level, int name, const void *value, socklen_t n),
+         (fd, level, name, value, n), int, int, int, const void *, socklen_t)
+WAIT_CALL(poll, (struct pollfd * polls, nfds_t n, int timeout), (polls, n, timeout), struct pollfd *, nfds_t,
+          int)
+
+ssize_t send(int fd, const void *data, size_t n, int flags)
+{
+    REAL(ssize_t, "send", int, const void *, size_t, int);
+    ssize_t most = fault_bytes(FAULT_NET, n, CALLER);
+    return most < 0 ? -1 : real(fd, data, (size_t)most, flags);
+}
+
+ssize_t recv(int fd, void *data, size_t n, int flags)
+{
+    REAL(ssize_t, "recv", int, void *, size_t, int);
+    ssize_t most = fault_bytes(FAULT_NET, n, CALLER);
+    return most < 0 ? -1 : real(fd, data, (size_t)most, flags);
+}
+
+/* Of several pieces the first half; of one its first half. */
+static int fault_pieces(struct msghdr *what, struct iovec *one, uintptr_t caller)
+{
+    if (!fault(FAULT_NET, caller)) return 0;
+    errno = fault_error;
+    if (!fault_short) return -1;
+    if (what->msg_iovlen > 1) {
+        what->msg_iovlen = (what->msg_iovlen + 1) / 2;
+    } else {
+        *one = *what->msg_iov;
+        one->iov_len = (one->iov_len + 1) / 2;
+        what->msg_iov = one;
+    }
+    return 0;
+}
+
+ssize_t sendmsg(int fd, const struct msghdr *what, int flags)
+{
+    REAL(ssize_t, "sendmsg", int, const struct msghdr *, int);
+    struct msghdr mine = *what;
+    struct iovec one;
+    return fault_pieces(&mine, &one, CALLER) < 0 ? -1 : real(fd, &mine, flags);
+}
+
+ssize_t recvmsg(int fd, struct msghdr *what, int flags)
+{
+    REAL(ssize_t, "recvmsg", int, struct msghdr *, int);
+    const struct msghdr whole = *what;
+    struct iovec one;
+    ssize_t n = fault_pieces(what, &one, CALLER);
+    if (n == 0) n = real(fd, what, flags);
+    what->msg_iov = whole.msg_iov;
+    what->msg_iovlen = whole.msg_iovlen;
+    return n;
+}
 
 /* ---- streams ---- */
 

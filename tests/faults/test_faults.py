@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""test_faults.py TRAIN LOGITS COMPARE PLAN FAULT [MPIRUN TRAIN_MPI LOGITS_MPI COMPARE_MPI] -- what the programs leave where
-an allocation, a thread, a write or a read fails; with MPIRUN those over MPI, in which it fails on one of two ranks
+"""test_faults.py TRAIN LOGITS COMPARE PLAN FAULT [tcp | MPIRUN TRAIN_MPI LOGITS_MPI COMPARE_MPI] -- what the programs leave where
+an allocation, a thread, a write or a read fails; over TCP and MPI on one of two ranks, over TCP a call of a socket too
 
 FAULT is the library that fault.c describes. A run without a fault says how many calls of a kind there are and what the
 files are to be. Then call n fails, for n over all of them or, in the ordinary run, for a few. A run that ends with 0 has
@@ -8,11 +8,12 @@ every file of the run without a fault. Any other ends with 1 and with sentences;
 is to be; and where there was a checkpoint there is one. A planner that ends with 0 has said what it says without a fault.
 The sentence of a failure says what has failed: memory, a thread, or the system's own word.
 
-Over MPI only calls of the program itself fail, as Open MPI does not bear that its own do. No rank may wait for the one that
-fails until the deadline is over, and what failed is said whichever rank it is, though rank 0 prints.
+Over TCP and MPI only calls of the program itself fail, as OpenSSL and Open MPI do not bear that their own do. No rank may wait
+for the one that fails until the deadline is over, and what failed is said whichever rank it is, though rank 0 prints. Over TCP
+there is no launcher that ends ranks: one that fails before it has met the others is missed at the deadline.
 
-UPIPE_FAULT_SECONDS is the time for it (0), over MPI a tenth; each kind in each scene has at least FEW tries, however long
-they take. Which ones, over MPI, and which are the others, is a matter of UPIPE_SEED.
+UPIPE_FAULT_SECONDS is the time for it (0), over TCP and MPI a tenth; each kind in each scene has at least FEW tries, however
+long they take. Which ones, over TCP and MPI, and which are the others, is a matter of UPIPE_SEED.
 """
 
 import copy
@@ -22,10 +23,12 @@ import random
 import re
 import shlex
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 sys.path.extend(os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', name) for name in ('lib', 'net'))
@@ -34,17 +37,20 @@ from programs import BOOK, npy, safetensors  # pylint: disable=wrong-import-posi
 from run_mpi import RANK, command, own  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, COMPARE, PLAN, FAULT = (os.path.abspath(word) for word in sys.argv[1:6])
-MPIRUN = sys.argv[6] if len(sys.argv) > 6 else None
+TCP = sys.argv[6:] == ['tcp']
+MPIRUN = sys.argv[6] if len(sys.argv) > 7 else None
 TRAIN_MPI, LOGITS_MPI, COMPARE_MPI = (os.path.abspath(word) for word in sys.argv[7:10]) if MPIRUN else (None, None, None)
 PROCESSES = 2
-SECONDS = float(os.environ.get('UPIPE_FAULT_SECONDS', '0')) / (10 if MPIRUN else 1)
+SECONDS = float(os.environ.get('UPIPE_FAULT_SECONDS', '0')) / (10 if TCP or MPIRUN else 1)
 SEED = int(os.environ.get('UPIPE_SEED', '1'))
-FEW = 1 if MPIRUN else 4
+FEW = 1 if TCP or MPIRUN else 4
+DEADLINE = 2 if TCP else 20
 ERRORS = ('EIO', 'ENOSPC', 'SHORT', 'EINTR')
+NET_ERRORS = ('ECONNRESET', 'ENOBUFS', 'SHORT', 'EINTR')
 MODEL = ('--layers 1 --model-dim 8 --heads 2 --kv-heads 1 --head-dim 32 --ff-dim 8 --tokens 16 --data book').split()
-TRAINING = '--ranks 2 --deadline 20 --sample 2 --json j.json --trace t.json --save-every 1'.split()
+TRAINING = f'--ranks 2 --deadline {DEADLINE} --sample 2 --json j.json --trace t.json --save-every 1'.split()
 COMPARISON = ('--method ulysses --method upipe --ranks 2 --heads 2 --kv-heads 1 --head-dim 32 --model-dim 8 --tokens 16 '
-              '--deadline 20 --json j.json --trace traces --dump dump --data book').split()
+              f'--deadline {DEADLINE} --json j.json --trace traces --dump dump --data book').split()
 NAMED = 'Input/output error|No space left|Interrupted|the system does not say|a killed run has left'
 LEFT = re.compile(r'\.tmp(\.\d+)?(/|$)|\.old(\.\d+)?$|/\.lock$')  # what a call that removes it may leave where it fails
 
@@ -102,7 +108,9 @@ class Scene:
 
     killed = False  # other ranks end it, which then removes nothing
     # what a thread needs the C library allocates itself
-    named = {'alloc:': 'memory|thread of rank \\d+ did not start: ', 'thread:': 'thread', 'file:': NAMED, 'read:': NAMED}
+    named = {'alloc:': 'memory|thread of rank \\d+ did not start: ', 'thread:': 'thread', 'file:': NAMED, 'read:': NAMED,
+             'net:': 'connection|socket|listen|met rank|have come'}
+    waits = 'deadline'  # what a rank says that has waited for the one that fails
 
     def __init__(self, name, words, root, prepare, keeps=(), says=False):
         self.name, self.words, self.root = name, words, os.path.join(root, name)
@@ -155,12 +163,13 @@ class Scene:
             wrong = sorted(path for path in {**now, **self.want} if now.get(path) != self.want.get(path))
             ok = check(self.said is None or done.stdout == self.said, f'{what}: it says something else: {done.stdout}')
             return check(not wrong, f'{what}: not what is to be: {wrong}') and ok
+        check(not fault.startswith('net:') or not fault.endswith('EINTR'), f'{what}: a call that was interrupted')
         lines = done.stderr.strip().split('\n')
         said = all(re.match(f'{self.program}: .*[a-z]', line) and not line.endswith(': ') for line in lines)
         for kind, names in self.named.items():
             if fault.startswith(kind):
                 check(re.search(names, done.stderr) is not None, f'{what}: does not name what failed')
-        check('deadline' not in done.stderr, f'{what}: a rank waits for the one that fails')
+        check(re.search(self.waits, done.stderr) is None, f'{what}: a rank waits for the one that fails')
         wrong = sorted(path for path in now if not self.whole(path, now[path]))
         lost = sorted(path for path in self.before if path not in now and not path.startswith('s/'))
         ok = check(done.returncode == 1 and said, f'{what}: not a sentence and status 1')
@@ -189,6 +198,30 @@ class Job(Scene):
             one = copy.copy(self)
             one.rank, one.name = rank, f'{self.name}, rank {rank}'
             yield one
+
+
+class Connected(Job):
+    """The same over TCP."""
+
+    killed = False
+    waits = 'waited'
+
+    def start(self, words, fault=None, count=None):
+        with socket.create_server(('127.0.0.1', 0)) as free:
+            port = free.getsockname()[1]
+        world = {**os.environ, 'OPENBLAS_NUM_THREADS': '1', 'WORLD_SIZE': str(PROCESSES), 'MASTER_ADDR': '127.0.0.1',
+                 'MASTER_PORT': str(port), 'UPIPE_SECRET': 'a secret of two ranks'}
+        ranks = []
+        for r in range(PROCESSES):
+            here = {'UPIPE_FAULT_OWN': '1', **variables_of(fault, count)} if r == self.rank else {}
+            ranks.append(subprocess.Popen([*words, '--transport', 'tcp'], cwd=self.work, text=True, stdout=subprocess.PIPE,
+                                          stderr=subprocess.PIPE, env={**world, 'RANK': str(r), 'LOCAL_RANK': str(r), **here}))
+        late = threading.Timer(60, lambda: [p.kill() for p in ranks])
+        late.start()
+        said = [p.communicate() for p in ranks]
+        late.cancel()
+        status = next((p.returncode for p in ranks if p.returncode), 0)
+        return subprocess.CompletedProcess(words, status, *(''.join(texts) for texts in zip(*said)))
 
 
 def scenes(root):
@@ -244,11 +277,12 @@ def scenes(root):
     small = ['--model', 'model', '--machine', 'machine.json', '--json', 'j.json']
     save = [*TRAINING, '--save', 's']
     train = ['--steps', '2', '--keep', '2']
-    logits = ['--load', 's', '--ids', 'ids.npy', '--out', 'out.npy', '--ranks', '2']
-    if MPIRUN:
-        return [one for job in (Job('train', [TRAIN_MPI, *MODEL, *save, *train], root, old),
-                                Job('logits', [LOGITS_MPI, *logits], root, model),
-                                Job('compare', [COMPARE_MPI, *COMPARISON], root, old)) for one in job.ranks()]
+    logits = ['--load', 's', '--ids', 'ids.npy', '--out', 'out.npy', '--ranks', '2', '--deadline', str(DEADLINE)]
+    if TCP or MPIRUN:
+        kind, trainer, reader, comparer = (Connected, TRAIN, LOGITS, COMPARE) if TCP else (Job, TRAIN_MPI, LOGITS_MPI, COMPARE_MPI)
+        return [one for job in (kind('train', [trainer, *MODEL, *save, *train], root, old),
+                                kind('logits', [reader, *logits], root, model),
+                                kind('compare', [comparer, *COMPARISON], root, old)) for one in job.ranks()]
     return [
         Scene('train', [TRAIN, *MODEL[:-2], '--tokens-file', '@list', '--loss-mask', 'mask', '--shuffle', 'documents', *save,
                         *train], root, tokens),
@@ -277,6 +311,9 @@ def faults(scene):
     yield 'a call that reads', [f'read:{n}:{error}' for n in range(1, calls + 1) for error in ERRORS]
     calls = scene.count('thread')
     yield 'a thread', [f'thread:{n}' for n in range(1, calls + 1)]
+    if TCP:
+        calls = scene.count('net')
+        yield 'a call of a socket', [f'net:{n}:{error}' for n in range(1, calls + 1) for error in NET_ERRORS]
 
 
 def spread(tries):
@@ -291,7 +328,7 @@ def main():
         every = sum(len(tries) for _, _, tries in plans)
         for scene, kind, tries in plans:
             began, share = time.monotonic(), SECONDS * len(tries) / every
-            chosen = chance.sample(tries, min(FEW, len(tries))) if MPIRUN else spread(tries)
+            chosen = chance.sample(tries, min(FEW, len(tries))) if TCP or MPIRUN else spread(tries)
             rest = [fault for fault in tries if fault not in chosen]
             chance.shuffle(rest)
             for fault in chosen:

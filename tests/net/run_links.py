@@ -112,10 +112,8 @@ class Link(threading.Thread):
                 run_command(['ip', what, 'del', name])
 
 
-def open_link(link, mpirun):
+def open_link(link):
     """Or the end of the script, where there are no namespaces."""
-    if not is_open_mpi(mpirun):
-        skip('the launcher is not that of Open MPI')
     if not shutil.which('ip') or not shutil.which('unshare'):
         skip('the programs ip and unshare are missing')
     try:
@@ -177,7 +175,9 @@ def main():
     mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
     link = Link()
     try:
-        open_link(link, mpirun)
+        if not is_open_mpi(mpirun):
+            skip('the launcher is not that of Open MPI')
+        open_link(link)
         link.loss, link.delay = 0.01, 0.001
         run_job(link, mpirun, program, 'data')
         print(f'data: {link.passed} frames passed, {link.lost} lost')

@@ -42,6 +42,7 @@ int main(int argc, char **argv)
     launch l;
     int status = launch_read(&l), i, step = argc > 2 ? atoi(argv[2]) : 7; /* of the run */
     if (status != 0) return status - 1;
+    if (argc > 3) l.first = 4, l.step = 2; /* of some ranks */
     for (i = 0; i < 5000; ++i) data[i] = (char)(l.rank == 0 ? i * step : 0);
     if (rendezvous(&l, data, sizeof data, argc > 1 ? atof(argv[1]) : 10) != 0) return EXIT_RUN;
     for (i = 0; i < 5000; ++i)
@@ -270,6 +271,13 @@ def client(port, said):
     s, host = connect(port)
     send(s, said(host) if callable(said) else said)
     return s
+
+
+def test_names():
+    """Some of the ranks meet: sentences have their numbers among all."""
+    port = free_port()
+    ends(rank(2, 3, 0.3, 7, 'some', MASTER_PORT=port), 1, 'a rank 2 of some', f'rank 8 has not met rank 4 at 127.0.0.1 port {port}')
+    expect(1, 'rank 4 cannot listen at 192.0.2.1', '1', '7', 'some', RANK=0, WORLD_SIZE=2, MASTER_ADDR='192.0.2.1', MASTER_PORT=port)
 
 
 def test_strangers():
@@ -510,7 +518,7 @@ def main():
         subprocess.run([*compiler, '-o', PLAIN], check=True)
         tests = [test_variables, test_machines, test_meeting, test_file, test_file_killed, test_file_pipes, test_strangers,
                  test_strange_clients, test_short_limit, test_wrong_hellos, test_address, test_no_descriptors, test_absent,
-                 test_open, test_bad_secrets]
+                 test_names, test_open, test_bad_secrets]
         crypto = subprocess.run(['pkg-config', '--cflags', '--libs', 'libcrypto'], capture_output=True, text=True, check=False)
         if crypto.returncode == 0:
             MEETING = os.path.join(folder, 'meeting')

@@ -345,6 +345,31 @@ static upipe_status absent_body(void *user, int r)
     return leave(k, r);
 }
 
+/* Rank 0 is lost to rank 1, and still reaches rank 2, which then waits for rank 1 in the next call, and not as long. All
+ * name rank 0. */
+static upipe_status chain_body(void *user, int r)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[r];
+    upipe_tcp *t = &k->team[r];
+    line_up(k, r, r == 2 ? 0.28 : 0.3);
+    for (int i = 1; r == 0 && i <= 2; ++i) {
+        while (i == 2 && !__atomic_load_n(&k->what, __ATOMIC_ACQUIRE)) test_nap(0.001);
+        upi_header_fill(t->out, k->ranks, t->call + i, UPI_TEAM_BARRIER, NULL, NULL, 0);
+        CHECK_INT(upi_tcp_send_header(t, 2, &t->out[2]), 0);
+    }
+    if (r == 2) CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
+    if (r == 2) __atomic_store_n(&k->what, 1, __ATOMIC_RELEASE); /* a peer is a call ahead at most */
+    if (r > 0) {
+        const upipe_status s = upipe_comm_barrier(c, c->team);
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+        CHECK_TEXT(c->err.text, "for rank 0 to come");
+        check_dead(k, r);
+    }
+    pthread_barrier_wait(&k->door);
+    return leave(k, r);
+}
+
 enum { KIND, COUNT, NUMBER, BLOCKS, BYTES, NINTH, ITSELF, MISMATCHES };
 
 static upipe_status mismatch_body(void *user, int r)
@@ -444,13 +469,13 @@ static upipe_status other_thread_body(void *user, int r)
     return leave(k, r);
 }
 
-enum { TOO_EARLY, CLOSED, DATA_CLOSED, STRANGER, HALF, ENDS };
+enum { TOO_EARLY, CLOSED, DATA_CLOSED, STRANGER, HALF, DATA_LOST, ENDS };
 
 /* The victim frees its team, loses its sockets, or sends something else; half a header is none. */
 static upipe_status end_body(void *user, int r)
 {
-    static const char *const words[] = {"has freed its team", "has ended", "to finish", "something else",
-                                        "has ended"};
+    static const char *const words[] = {"has freed its team", "has ended", "has freed its team",
+                                        "something else",     "has ended", "has ended"};
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[r];
     const double began = test_seconds();
@@ -463,14 +488,20 @@ static upipe_status end_body(void *user, int r)
         return UPIPE_OK;
     }
     if (r == k->victim) {
+        const int data = k->what == DATA_CLOSED || k->what == DATA_LOST;
         for (int p = 0; p < k->ranks; ++p) {
             if (p == r) continue;
-            if (k->what >= STRANGER)
+            if (k->what == STRANGER || k->what == HALF)
                 CHECK(send(k->mesh.fds[r][0][p], noise, sizeof noise / (k->what == HALF ? 2 : 1), 0) > 0);
-            if (k->what != STRANGER && k->what != DATA_CLOSED) shutdown(k->mesh.fds[r][0][p], SHUT_RDWR);
-            if (k->what == DATA_CLOSED) shutdown(k->mesh.fds[r][1][p], SHUT_RDWR);
+            if (k->what != STRANGER && !data) shutdown(k->mesh.fds[r][0][p], SHUT_RDWR);
+            if (data) shutdown(k->mesh.fds[r][1][p], SHUT_RDWR);
         }
         pthread_barrier_wait(&k->door);
+        if (k->what == DATA_LOST) { /* it lives, and says so */
+            s = one_call(k, r, AT_TRANSFER);
+            CHECK(s == UPIPE_ERR_BACKEND || s == UPIPE_ERR_ABORTED);
+            CHECK_TEXT(k->ctx[r].err.text, words[k->what]);
+        }
         k->team[r].comm.deadline = 0.01;
         (void)upipe_tcp_free(&k->team[r], NULL);
         return UPIPE_OK;
@@ -478,7 +509,7 @@ static upipe_status end_body(void *user, int r)
     if (k->what != TOO_EARLY) pthread_barrier_wait(&k->door);
     s = one_call(k, r, AT_TRANSFER);
     if (k->what == DATA_CLOSED) { /* its goodbye comes, which says it all */
-        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, words[TOO_EARLY]);
+        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, words[k->what]);
     } else {
         CHECK(s == UPIPE_ERR_MISMATCH || s == UPIPE_ERR_BACKEND || s == UPIPE_ERR_ABORTED);
         CHECK_TEXT(c->err.text, words[k->what]);
@@ -684,6 +715,7 @@ int main(void)
         crew_run(4, i, 30, large_body, -1, 0);
     }
     for (i = 0; i < AT_COUNT; ++i) crew_run(3, i / 2, 20, absent_body, i % 3, i);
+    crew_run(3, 0, 20, chain_body, 0, 0);
     for (i = 0; i < MISMATCHES; ++i) crew_run(3, i % 2, 20, mismatch_body, i % 3, i);
     for (i = 0; i < 2 * ABORTS; ++i) crew_run(3, i % 2, 20, abort_body, i % 3, i / 2);
     for (i = 0; i < 2; ++i) crew_run(3, i, 20, other_thread_body, i, 0);

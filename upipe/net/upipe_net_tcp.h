@@ -22,9 +22,10 @@
  *
  * Failures. The rank that detects one informs the others by a header, and returns its status: TIMEOUT,
  * MISMATCH, BACKEND (a rank has died, its connection has ended; or the kernel's own text). The others return
- * ABORTED with its sentence, but a MISMATCH once. The kernel has a copy of what is on its way: nobody
- * accesses a buffer once a call has failed, and comm->quarantine is never set. Afterwards only upipe_tcp_free
- * is legal.
+ * ABORTED with its sentence, but a MISMATCH once. Where ranks wait for each other in a row, the last one says
+ * for whom: a rank that no peer has overtaken waits a tenth of a second longer than its deadline. The kernel
+ * has a copy of what is on its way: nobody accesses a buffer once a call has failed, and comm->quarantine is
+ * never set. Afterwards only upipe_tcp_free is legal.
  *
  * Strict ISO C hides sockets: include this file first, or define _POSIX_C_SOURCE=200809L.
  */
@@ -45,6 +46,7 @@ enum {
     UPIPE_TCP_MAX = 256, /* ranks of one team */
     UPI_TCP_PIECES = 64, /* that one system call moves */
     UPI_TCP_SLICE = 20,  /* ms: how soon a rank that waits sees that another of its threads has aborted */
+    UPI_TCP_YIELD = 100, /* ms past the deadline, in which a rank that is missed says for whom it waits */
     UPI_TCP_FREED = 1,   /* a peer's goodbye has come */
     UPI_TCP_ENDED = 2    /* its connection has ended without one */
 };
@@ -61,7 +63,7 @@ typedef struct upi_tcp_peer {
     int64_t come;      /* number of the last header that has arrived */
     int open;          /* its header of this call fits: its data are received */
     int left;          /* 0, UPI_TCP_... */
-    int cut;           /* the connection for data has ended */
+    int64_t cut;       /* 0; the connection for data has ended: until then the headers may say why */
     size_t got;        /* bytes of `next` */
     upi_header next;   /* arrives */
     upi_tcp_flow flow[2];
@@ -261,7 +263,7 @@ UPIPE_API void upi_tcp_move(upipe_tcp *t, int p, int way, int *news)
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     *news = 1;
     if (n <= 0) {
-        peer->cut = 1; /* why, the headers say */
+        peer->cut = upi_team_grace(&t->comm);
         return;
     }
     if (way == UPIPE_MSG_RECV) t->comm.moved_bytes += n;
@@ -309,7 +311,8 @@ UPIPE_API upipe_status upi_tcp_progress(upipe_ctx *c, upipe_tcp *t, int *news, i
             flows += upi_tcp_moves(t, p, way);
         }
         /* a failure that the peer has told before it left comes first */
-        if (peer->left && (!peer->open || (peer->cut && flows))) {
+        if ((peer->left && !peer->open) ||
+            (peer->cut && flows && (peer->left || upipe_net_now() >= peer->cut))) {
             UPIPE_TRY(upipe_comm_whole(c, &t->comm));
             return upi_tcp_lost(c, t, p);
         }
@@ -355,10 +358,20 @@ UPIPE_API upipe_status upi_tcp_late(upipe_ctx *c, upipe_tcp *t, int missing)
     return upi_team_late_for(&c->err, &t->comm, t->kind, &names, missing > 0 ? "come" : "finish");
 }
 
+/* Is a peer in a later call? Then this rank is missed, and is the one to say for whom it waits. */
+UPIPE_API int upi_tcp_behind(const upipe_tcp *t)
+{
+    int p;
+    for (p = 0; p < t->comm.ranks; ++p)
+        if (t->peer[p].come > t->call) return 1;
+    return 0;
+}
+
 UPIPE_API upipe_status upi_tcp_finish(upipe_ctx *c, upipe_tcp *t)
 {
-    const int64_t until = upi_net_until(t->comm.deadline);
+    const int64_t deadline = upi_net_until(t->comm.deadline);
     for (;;) {
+        const int64_t until = deadline + (upi_tcp_behind(t) ? 0 : UPI_TCP_YIELD * (int64_t)1000000);
         int news = 0, missing, left;
         UPIPE_TRY(upi_tcp_progress(c, t, &news, &missing, &left));
         if (missing == 0 && left == 0) return UPIPE_OK;
