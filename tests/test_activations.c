@@ -209,37 +209,29 @@ static void test_adapters(void)
     static const char all[] = "16:32:q,k,v,o,gate,up,down", attention[] = "16:32:q,k,v,o";
     static const struct {
         const char *lora;
-        int ranks, method, away;
+        int ranks, zero, method, away;
         int64_t tokens;
-        size_t tile_bytes, slab[2], host[2];
+        size_t slab[2], host[2];
     } rows[] = {
-        {all, 1, METHOD_UPIPE, WEIGHTS, 2 * ONE, 0, {16453714176, 32568262912}, {154253918208, 291692871680}},
+        {all, 1, 3, METHOD_UPIPE, WEIGHTS, 2 * ONE, {16453714176, 32568262912}, {154253918208, 291692871680}},
         {all,
          1,
+         2,
          METHOD_UPIPE_FPDT,
          OPTIMIZER,
          ONE,
-         0,
-         {20398882816, 23535763456},
-         {84792049664, 168913010688}},
-        {all,
-         1,
-         METHOD_UPIPE_FPDT,
-         OPTIMIZER,
-         ONE,
-         64 << 20,
-         {20042956800, 23535763456},
+         {19960053760, 23451025408},
          {84792049664, 168913010688}},
         {attention,
          1,
+         2,
          METHOD_UPIPE_FPDT,
          NOTHING,
          ONE,
-         0,
-         {20320894976, 23697244160},
+         {20119699456, 23612506112},
          {84120961024, 168241922048}},
-        {all, 4, METHOD_UPIPE, NOTHING, 4 * ONE, 0, {14012662016, 23482417408}, {68719476736, 137438953472}},
-        {all, 4, METHOD_UPIPE, WEIGHTS, 4 * ONE, 0, {9808920832, 19278676224}, {72923217920, 141642694656}}};
+        {all, 4, 3, METHOD_UPIPE, NOTHING, 4 * ONE, {14012662016, 23482417408}, {68719476736, 137438953472}},
+        {all, 4, 3, METHOD_UPIPE, WEIGHTS, 4 * ONE, {9808920832, 19278676224}, {72923217920, 141642694656}}};
     upipe_ops ops;
     upipe_err e;
     upipe_cuda_plan_ops(&ops);
@@ -251,8 +243,7 @@ static void test_adapters(void)
         s.how.ranks = rows[i].ranks;
         CHECK(method_resolve(&s.how, 1) == 0);
         s.activations = kept_of(ACTIVATIONS_OFFLOAD, 0, 0);
-        s.tile_bytes = rows[i].tile_bytes;
-        s.zero = 3;
+        s.zero = rows[i].zero;
         s.offload_optimizer = rows[i].away >= OPTIMIZER;
         s.offload_weights = rows[i].away >= WEIGHTS;
         for (int twice = 0; twice < 2; ++twice) {
