@@ -10,6 +10,7 @@
 
 #define PROGRAM "test_activations"
 #include "../examples/common/grid.h"
+#include "../examples/llama/model/lora_flag.h"
 #include "../examples/llama/state/memory.h"
 #include "../examples/plan/exact.h"
 #include "lib/context.h"
@@ -198,6 +199,67 @@ static void test_few(void)
             CHECK(rows[i].ranks * (double)plan.host_need <= 1536 * gib);
         }
     llama_layout_free(&layout);
+}
+
+/* By plan: Llama3-8B with adapters of rank 16 on cards of 24 GiB, of which 5 are left free, at these tokens and at twice as
+ * many. With the optimizer there, and then weights too, in the second pool. */
+static void test_adapters(void)
+{
+    enum { ONE = 1 << 18, NOTHING = 0, OPTIMIZER = 1, WEIGHTS = 2 };
+    static const char all[] = "16:32:q,k,v,o,gate,up,down", attention[] = "16:32:q,k,v,o";
+    static const struct {
+        const char *lora;
+        int ranks, zero, method, away;
+        int64_t tokens;
+        size_t slab[2], host[2];
+    } rows[] = {
+        {all, 1, 3, METHOD_UPIPE, WEIGHTS, 2 * ONE, {16453714176, 32568262912}, {154253918208, 291692871680}},
+        {all,
+         1,
+         2,
+         METHOD_UPIPE_FPDT,
+         OPTIMIZER,
+         ONE,
+         {19960053760, 23451025408},
+         {84792049664, 168913010688}},
+        {attention,
+         1,
+         2,
+         METHOD_UPIPE_FPDT,
+         NOTHING,
+         ONE,
+         {20119699456, 23612506112},
+         {84120961024, 168241922048}},
+        {all, 4, 3, METHOD_UPIPE, NOTHING, 4 * ONE, {14012662016, 23482417408}, {68719476736, 137438953472}},
+        {all, 4, 3, METHOD_UPIPE, WEIGHTS, 4 * ONE, {9808920832, 19278676224}, {72923217920, 141642694656}}};
+    upipe_ops ops;
+    upipe_err e;
+    upipe_cuda_plan_ops(&ops);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; ++i) {
+        llama_layout layout;
+        setting s = {.layout = &layout, .replicas = 1, .batch = 1, .accumulate = 1, .dtype = UPIPE_BF16};
+        CHECK_STATUS(llama_layout_trained(&layout, &llama, NULL, rows[i].lora, &e), UPIPE_OK, e);
+        s.how.method = rows[i].method;
+        s.how.ranks = rows[i].ranks;
+        CHECK(method_resolve(&s.how, 1) == 0);
+        s.activations = kept_of(ACTIVATIONS_OFFLOAD, 0, 0);
+        s.zero = rows[i].zero;
+        s.offload_optimizer = rows[i].away >= OPTIMIZER;
+        s.offload_weights = rows[i].away >= WEIGHTS;
+        for (int twice = 0; twice < 2; ++twice) {
+            memory_plan plan;
+            model m;
+            s.tokens = rows[i].tokens << twice;
+            CHECK_STATUS(setting_model(&m, &s, 0, &e), UPIPE_OK, e);
+            CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+#ifndef UPI_MEM_ASAN
+            CHECK_INT(plan.need, rows[i].slab[twice]);
+            CHECK_INT(plan.host_need, rows[i].host[twice]);
+#endif
+            if (twice == 0) CHECK((double)plan.need <= 19.0 * (1 << 30));
+        }
+        llama_layout_free(&layout);
+    }
 }
 
 /* 28/4 heads on 8 ranks: some ranks have four heads, and hold more than rank 0. */
@@ -701,6 +763,7 @@ int main(void)
     TEST(test_slopes());
     TEST(test_far());
     TEST(test_few());
+    TEST(test_adapters());
     TEST(test_largest());
     TEST(test_transfers());
     TEST(test_moved());

@@ -16,7 +16,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib
 from checks import check, end, load, read, run_command, tree, write  # pylint: disable=wrong-import-position
 
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
-FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
+FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'link_bytes', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
           'components', 'advice'}
 GIB = 2**30
 LENGTHS = ['128k', '256k', '512k', '1M', '2M', '3M', '4M', '5M', '6M']
@@ -150,8 +150,28 @@ def small_cards():
         left = {advice['flags']: advice for advice in got['advice']}
         check(got['fits'] == (n > 0) and 19 * GIB >= got['gpu_bytes'] * got['fits'], f"{away[:n]}: {got['gpu_bytes']} bytes")
         flag = (away[:1], away[1:], [])[n]
-        check(all(left[' '.join(flag)][key] > 0 for key in ('gpu_bytes_saved', 'seconds_more')) if flag else not left.keys() & set(away),
-              f'{away[:n]}: {left}')
+        check(all(left[' '.join(flag)][key] > 0 for key in ('gpu_bytes_saved', 'link_bytes_more', 'seconds_more')) if flag else
+              not left.keys() & set(away), f'{away[:n]}: {left}')
+    update()
+
+
+def update():
+    """The CPU's update takes as long as the host's memory, and no less than the link, which runs beside it."""
+    config = {**SMALL, 'hidden_size': 512, 'tie_word_embeddings': True}
+    elements = 256 * 512 + 2 * 512 * (3 * 192 + 4 * 32 * 2 + 2 * 32 * 2)
+    words = ['--model', model('updated', **config), '--tokens', '1k', '--method', 'ulysses', '--offload-optimizer', '--machine']
+    slow = machine('slow.json', ranks=4, ranks_per_node=2, rates={'host_update_bytes': 1e6, 'host_link_bytes': 1e20})
+    fast = machine('fast.json', ranks=4, ranks_per_node=2, rates={'host_update_bytes': 1e20, 'host_link_bytes': 1e20})
+    link = machine('link.json', ranks=4, ranks_per_node=2, rates={'host_update_bytes': 1e20, 'host_link_bytes': 1e6})
+    for more, update_bytes, moved in [(['--zero', '1'], 30, 6), (['--zero', '3'], 34, 6), (['--zero', '3', '--offload-weights'], 34, None),
+                                      (['--zero', '1', '--dtype', 'f32'], 28, 12)]:
+        plans = [plan(*words, box, *more, '--activations', 'ac') for box in (slow, fast, link)]
+        took = (plans[0]['seconds_step'] - plans[1]['seconds_step']) * 1e6
+        check(abs(took / (elements * update_bytes / 2) - 1) < 1e-6, f'{more}: {took} bytes of a node, not {elements} x {update_bytes} / 2')
+        if moved:
+            crossed = (plans[2]['seconds_step'] - plans[1]['seconds_step']) * 1e6
+            check(plans[0]['link_bytes'] == elements * moved / 4 and abs(crossed / plans[0]['link_bytes'] - 1) < 1e-6,
+                  f"{more}: {crossed} bytes of the link, of {plans[0]['link_bytes']}")
 
 
 def same_bytes():
@@ -418,6 +438,11 @@ def others():
     run_command([PLAN, '--machine', 'cpu', '--calibrate', attention, '--calibrate', products, '--write-machine',
                  written]).check_returncode()
     rates = load(written)['rates']
+    update = at('update.json') # the most elements are beyond caches; ranks of a node share its memory
+    write(update, ''.join(f'{{"op": "adamw", "gbytes_per_s": {rate}, "rows": {rows}, "d": 4096, "threads": {threads}}}\n'
+                          for rate, rows, threads in ((90, 64, 2), (10, 8192, 2), (7, 8192, 2), (80, 9999, 1))))
+    run_command([PLAN, '--machine', 'cpu', '--calibrate', update, '--write-machine', written]).check_returncode()
+    check(load(written)['rates']['host_update_bytes']['value'] == 10e9, load(written)['rates']['host_update_bytes'])
     check(all('measured' in rates[name]['origin'] and 1e9 < rates[name]['value'] < 1e12 for name in
               ('attention_forward_flops', 'attention_backward_flops', 'dense_flops')), rates)
     small = ['--model', model('small'), '--machine', machine(ranks=2, gpu_reserve='0B', gpu_memory='12MiB'), '--device',
@@ -429,8 +454,16 @@ def others():
     confirmed = plan(*small, *got['best'].split())
     check(confirmed['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
     check(FIELDS <= set(got), f'fields {sorted(got)}')
+    check(not any('--offload' in one['flags'] for one in got['settings']), 'states have left a GPU that holds them')
     kinds = {one['flags'].split('--activations ')[1] for one in got['settings']}
     check({'ac', 'offload', 'sao:2', 'sac', 'sac:1', 'blocks:2'} <= kinds, f'only {kinds} were tried')
+    least = min(one['gpu_bytes'] for one in got['settings'])
+    less = ['--model', model('small'), '--machine', machine('less.json', ranks=2, gpu_reserve='0B', gpu_memory=f'{least - 1:.0f}B'),
+            '--device', 'cpu', '--tokens', '4k']
+    got = plan(*less, '--best')
+    check(got['settings'] and all('--offload-optimizer' in one['flags'] and one['link_bytes'] > 0 for one in got['settings']),
+          f"states are on a GPU that does not hold them: {got['settings'][:3]}")
+    check(plan(*less, *got['best'].split())['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
     tight = ['--model', model('small'), '--machine', machine('tight.json', ranks=2, gpu_reserve='0B', gpu_memory='200KiB'),
              '--device', 'cpu', '--best']
     for words in ['--tokens', '2k'], ['--max-tokens']:

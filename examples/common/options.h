@@ -313,7 +313,8 @@ static const flag_row flag_rows[] = {
     {"max-tokens", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(max_tokens), 0, 1, NULL, 0,
      "the longest sequence that fits, instead of --tokens; with --best of every setting"},
     {"best", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(best), 0, 1, NULL, 0,
-     "all methods, chunks, segments, rings, activations and overlaps: what fits, the fastest first, and which are the "
+     "all methods, chunks, segments, rings, activations and overlaps, and where the memory of the GPU ends also "
+     "--offload-optimizer and --offload-weights: what fits, the fastest first, and which are the "
      "fastest of their memory"},
 
     /* files */
@@ -359,7 +360,7 @@ static const flag_row flag_rows[] = {
     {"ignore-key", "NAME", IN_TRAIN | IN_LOGITS | IN_PLAN, in_files, FLAG_TEXTS, AT(ignore_key), 0, 0, NULL, 0,
      "read the model's config.json as if it had no key of this name, which is refused otherwise; may come 16 times"},
     {"calibrate", "FILE", IN_PLAN, in_files, FLAG_TEXTS, AT(calibrate), 0, 0, NULL, 0,
-     "rates from numbers of bench/run.sh attn, gemm or all: this machine's; may come 16 times"},
+     "rates from numbers of bench/run.sh attn, gemm, ops or all: this machine's; may come 16 times"},
     {"write-machine", "FILE", IN_PLAN, in_files, FLAG_TEXT, AT(write_machine), 0, 0, NULL, 0,
      "write the machine, every rate with its origin, as --machine reads it"},
 

@@ -74,9 +74,12 @@ static int find_position(run *u)
                     (long long)o->steps);
 }
 
-/* Its tensors, and which are trained. An adapter that is not merged is. */
+/* Its tensors, and which are trained. An adapter that is not merged is. As a flag's reader: --train and --lora may say
+ * what the model has not. */
 static int find_layout(run *u)
 {
+    const int own = options_given(&u->o, &u->o.train) || options_given(&u->o, &u->o.lora);
+    upipe_status s;
     upipe_err e;
     memset(&e, 0, sizeof e);
     if (u->o.load_adapter != NULL) {
@@ -86,8 +89,9 @@ static int find_layout(run *u)
     }
     if (u->o.save_adapter != NULL && u->o.lora == NULL)
         return cli_fail("--save-adapter wants --lora or --load-adapter: no adapter is trained");
-    if (llama_layout_trained(&u->layout, &u->config, u->o.train, u->o.lora, &e) != UPIPE_OK)
-        return cli_fail("%s", e.text);
+    s = llama_layout_trained(&u->layout, &u->config, u->o.train, u->o.lora, &e);
+    if (s == UPIPE_ERR_ARG && own) return cli_refuse("%s", e.text);
+    if (s != UPIPE_OK) return cli_fail("%s", e.text);
     if (u->from != NULL && !u->o.plan && llama_load_check(u->from, &u->layout, &e) != 0)
         return cli_fail("%s", e.text);
     return 0;
@@ -192,13 +196,15 @@ static int find_prompt(run *u)
     return u->prompt_n > 0 ? 0 : cli_fail("--prompt has no token");
 }
 
-/* All that is known before a rank is there: 0 if it can be done. */
+/* All that is known before a rank is there: 0 if it can be done; else as a flag's reader. */
 static int prepare(run *u, files *all)
 {
     const int plan = u->o.plan;
-    int bad = find_model(u) != 0 || find_position(u) != 0 || find_layout(u) != 0 || find_prompt(u) != 0 ||
-              (!plan && find_data(u) != 0);
-    if (world_agree(&u->net, -bad) != 0 || (!plan && find_same(u) != 0)) return -1;
+    int bad, status = find_model(u) != 0 || find_position(u) != 0 ? -1 : find_layout(u);
+    if (status == 0 && (find_prompt(u) != 0 || (!plan && find_data(u) != 0))) status = -1;
+    status = world_agree(&u->net, status);
+    if (status != 0) return status;
+    if (!plan && find_same(u) != 0) return -1;
     bad = (!plan && find_text(u) != 0) || run_plan(u) != 0 || (!plan && run_check_memory(u, 1) != 0) ||
           report_reserve(u, all) != 0;
     return world_agree(&u->net, -bad);
@@ -236,10 +242,11 @@ int main(int argc, char **argv)
     if (status == 0) {
         u->o.progress = world_is_root(&u->net) && (u->o.progress || isatty(STDERR_FILENO));
         device_table(u->o.device, &u->ops);
-        bad = prepare(u, all) != 0;
+        status = prepare(u, all);
+        bad = status != 0;
         if (!bad && !u->o.plan) u->failed = run_train(u) != 0;
         bad = bad || (u->failed && u->done == 0) || report(u, all) != 0;
-        status = bad ? EXIT_RUN : 0;
+        status = status > 0 ? status - 1 : bad ? EXIT_RUN : 0;
         files_abandon(all);
         if (status == 0 && run_signal != 0) {
             if (u->saved >= 0 && u->saved < u->o.steps)

@@ -11,11 +11,11 @@
 
 enum { BEST_SHORT = 1 << 18 }; /* tokens that are not extrapolated to */
 
-static void best_one(search_state *f, const setting *s)
+static int best_one(search_state *f, const setting *s)
 {
     search_pair *two = (search_pair *)estimate_memory(1, sizeof *two);
     estimate *e = (estimate *)estimate_memory(1, sizeof *e);
-    int refused;
+    int refused, gpu_ends = 0;
     if (s->tokens <= BEST_SHORT) {
         planner_estimate(f->p, s, e);
         refused = e->why[0] != '\0';
@@ -26,6 +26,7 @@ static void best_one(search_state *f, const setting *s)
     if (refused) {
         ++f->refused;
     } else if (!estimate_verdict(e, f->p->m).fits) {
+        gpu_ends = estimate_verdict(e, f->p->m).gpu_over > 0;
         search_prune(f, s, e);
     } else {
         candidate *c = &f->all[f->n];
@@ -33,10 +34,12 @@ static void best_one(search_state *f, const setting *s)
         c->s = *s;
         c->gpu = e->gpu;
         c->host = e->host;
+        c->link = estimate_link(e);
         c->seconds = e->seconds;
     }
     free(two);
     free(e);
+    return gpu_ends;
 }
 
 static int best_order(const void *x, const void *y)
@@ -72,17 +75,18 @@ static candidate *best_winner(search_state *f, estimate *e)
 
 static void best_table(const search_state *f, const candidate *won)
 {
-    char flags[256], a[32], b[32];
+    char flags[256], a[32], b[32], d[32];
     int i, shown = 0;
     search_counts(f);
     if (f->n == 0) return;
-    printf("%10s %12s %12s\n", "seconds", "GPU", "host, node");
+    printf("%10s %12s %12s %12s\n", "seconds", "GPU", "host, node", "link, rank");
     for (i = 0; i < f->n; ++i) {
         const candidate *c = &f->all[i];
         if (shown >= SEARCH_SHOWN && !c->mark) continue;
         ++shown;
-        printf("%10.2f %12s %12s %s %s%s\n", c->seconds, report_bytes(a, c->gpu), report_bytes(b, c->host),
-               c->mark ? "*" : " ", search_flags(flags, c), c == won ? "   <- confirmed" : "");
+        printf("%10.2f %12s %12s %12s %s %s%s\n", c->seconds, report_bytes(a, c->gpu),
+               report_bytes(b, c->host), report_bytes(d, c->link), c->mark ? "*" : " ",
+               search_flags(flags, c), c == won ? "   <- confirmed" : "");
     }
     printf("\n* needs less of the GPU than all that are faster\n\n");
 }

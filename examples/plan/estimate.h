@@ -17,7 +17,7 @@ typedef struct estimate_part {
     double bytes;
 } estimate_part;
 
-/* Shares of a step, in the order of the paper's runtime table. */
+/* Shares of a step, in the order of the paper's runtime table, and what the host's CPU updates. */
 enum {
     SHARE_A2A,
     SHARE_ATTN_FWD,
@@ -26,13 +26,14 @@ enum {
     SHARE_RING,
     SHARE_HOST,
     SHARE_STATES,
+    SHARE_UPDATE,
     SHARE_OTHER,
     SHARES
 };
 
-static const char *const share_names[SHARES] = {
-    "all_to_all", "attention_forward", "attention_backward", "dense", "ring_and_sums", "host_link", "states",
-    "other"};
+static const char *const share_names[SHARES] = {"all_to_all", "attention_forward", "attention_backward",
+                                                "dense",      "ring_and_sums",     "host_link",
+                                                "states",     "host_update",       "other"};
 
 /* What a rank does in a step: FLOPs and bytes. */
 typedef struct estimate_work {
@@ -41,8 +42,10 @@ typedef struct estimate_work {
     double exposed;            /* of states that nothing runs beside */
     double moved, waited;      /* between device and host: beside kernels, and while they wait */
     double segments;           /* the same of FPDT's chunks as PyTorch moves them */
-    double merged;             /* read and written to merge a ring's partial results */
-    double stages;             /* passes through a stage beyond the first of a layer */
+    double updated,
+        returned;  /* of the host's memory in the CPU's update; between it and the device meanwhile */
+    double merged; /* read and written to merge a ring's partial results */
+    double stages; /* passes through a stage beyond the first of a layer */
 } estimate_work;
 
 typedef struct estimate {
@@ -77,12 +80,19 @@ static inline void estimate_add(estimate *e, const char *name, double bytes)
     e->part[e->parts++].bytes = bytes;
 }
 
+/* Bytes between a rank's device and the host in a step. */
+static inline double estimate_link(const estimate *e)
+{
+    const estimate_work *w = &e->work;
+    return w->moved + w->waited + w->segments + w->returned;
+}
+
 /* How long the work takes on this machine, of `team` ranks that trade heads, of `ranks`. */
 static inline void estimate_time(estimate *e, const machine *m, int ranks, int team, int64_t layers)
 {
     const estimate_work *w = &e->work;
     const double *rate = m->rate;
-    const int nodes = ranks > m->ranks_node;
+    const int nodes = ranks > m->ranks_node, near = nodes ? m->ranks_node : ranks;
     const double away = team > m->ranks_node ? (double)(team - m->ranks_node) / (team - 1) : 0;
     const double beside = rate[nodes ? MACHINE_RING_NODES : MACHINE_RING];
     double compute, attn;
@@ -99,6 +109,7 @@ static inline void estimate_time(estimate *e, const machine *m, int ranks, int t
     e->share[SHARE_STATES] = fmax(0, w->states / beside - compute) + w->exposed / beside;
     e->share[SHARE_HOST] = fmax(0, w->moved / rate[MACHINE_HOST] - compute) + w->waited / rate[MACHINE_HOST] +
                            w->segments / rate[MACHINE_SEGMENTS];
+    e->share[SHARE_UPDATE] = fmax(w->updated * near / rate[MACHINE_UPDATE], w->returned / rate[MACHINE_HOST]);
     e->share[SHARE_OTHER] = (double)layers * rate[MACHINE_LAYER] + w->stages * rate[MACHINE_STAGE];
     for (k = 0, e->seconds = 0; k < SHARES; ++k) e->seconds += e->share[k];
 }

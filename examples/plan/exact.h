@@ -23,6 +23,22 @@ static void exact_bytes(estimate *e, const memory_plan *p)
     estimate_add(e, "alignment", e->gpu - e->live);
 }
 
+/* The update of offloaded states (offload.h): the CPU reads and writes m, v and f32 weights, reads gradients, and where
+ * these are in its memory a second time for their norm; it writes new weights of another type. What is not there comes
+ * and goes beside it. */
+static void exact_update(estimate_work *w, const model *m)
+{
+    llama_state held;
+    const upipe_zero *z = &held.zero[LLAMA_WEIGHTS];
+    double n, copy, back;
+    llama_state_init(&held, m->layout, m->plan.desc.dtype, m->zero, model_world_rank(m), model_world(m));
+    n = m->offload_optimizer ? (double)upipe_zero_held(z, UPIPE_ZERO_STATES) : 0;
+    copy = z->dtype == UPIPE_F32 ? 0 : (double)upipe_dtype_bytes(z->dtype);
+    back = m->offload_weights ? 0 : copy > 0 ? copy : 8;
+    w->updated = n * (7 * 4 + copy + (m->zero < 2 ? 0 : 4));
+    w->returned = n * (back + (m->zero < 2 ? 4 : 0));
+}
+
 static void exact_work(estimate *e, const memory_plan *p, const model *m, const setting *s)
 {
     estimate_work *w = &e->work;
@@ -43,8 +59,8 @@ static void exact_work(estimate *e, const memory_plan *p, const model *m, const 
         w->exposed -= w->states;
     }
     *(s->how.segments > 0 && !s->how.overlap ? &w->waited : &w->moved) = (double)(p->moved - p->moved_states);
-    w->waited +=
-        (double)p->moved_states; /* and what of it is gathered ahead; the CPU's own time is not known */
+    exact_update(w, m);
+    w->waited += (double)p->moved_states - w->returned; /* and what of it is gathered ahead */
     w->stages = fmax(0, passes - once);
 }
 

@@ -26,13 +26,13 @@ static int64_t longest_lines(const search_pair *two, const planner *p, int64_t s
     return low * step;
 }
 
-static void longest_one(search_state *f, const setting *s)
+static int longest_one(search_state *f, const setting *s)
 {
     const int64_t step = planner_step(s);
     int64_t at = 16 * step, tokens = 0;
     search_pair *two = (search_pair *)estimate_memory(1, sizeof *two);
     estimate *e = (estimate *)estimate_memory(1, sizeof *e);
-    int refused = search_two(two, f->p, s, at) != 0;
+    int gpu_ends = 0, refused = search_two(two, f->p, s, at) != 0;
     if (!refused) tokens = longest_lines(two, f->p, step, e);
     if (!refused && tokens / 8 > at) { /* closer to the answer */
         at = tokens / 8 / step * step;
@@ -53,10 +53,16 @@ static void longest_one(search_state *f, const setting *s)
         c->s.tokens = tokens;
         c->gpu = e->gpu;
         c->host = e->host;
+        c->link = estimate_link(e);
         c->seconds = e->seconds;
+    }
+    if (!refused) {
+        search_at(e, two, f->p, tokens + step);
+        gpu_ends = estimate_verdict(e, f->p->m).gpu_over > 0;
     }
     free(two);
     free(e);
+    return gpu_ends;
 }
 
 static int longest_order(const void *x, const void *y)
@@ -82,6 +88,7 @@ static void longest_confirm(search_state *f, estimate *e)
         c->mark = c->s.tokens > 0;
         c->gpu = e->gpu;
         c->host = e->host;
+        c->link = estimate_link(e);
         c->seconds = e->seconds;
     }
     qsort(f->all, (size_t)f->n, sizeof *f->all, longest_order);
@@ -89,17 +96,18 @@ static void longest_confirm(search_state *f, estimate *e)
 
 static void longest_table(const search_state *f)
 {
-    char flags[256], a[32], b[32];
+    char flags[256], a[32], b[32], d[32];
     int i, shown = 0;
     search_counts(f);
     if (f->n == 0) return;
-    printf("%12s %12s %12s %12s\n", "tokens", "GPU", "host, node", "seconds");
+    printf("%12s %12s %12s %12s %12s\n", "tokens", "GPU", "host, node", "link, rank", "seconds");
     for (i = 0; i < f->n; ++i) {
         const candidate *c = &f->all[i];
         if (shown >= SEARCH_SHOWN && !c->mark) continue;
         ++shown;
-        printf("%11.3fM %12s %12s %12.2f %s %s\n", (double)c->s.tokens / (1 << 20), report_bytes(a, c->gpu),
-               report_bytes(b, c->host), c->seconds, c->mark ? "*" : " ", search_flags(flags, c));
+        printf("%11.3fM %12s %12s %12s %12.2f %s %s\n", (double)c->s.tokens / (1 << 20),
+               report_bytes(a, c->gpu), report_bytes(b, c->host), report_bytes(d, c->link), c->seconds,
+               c->mark ? "*" : " ", search_flags(flags, c));
     }
     printf("\n* the longest of its method, confirmed by full dry runs\n\n");
 }

@@ -15,7 +15,7 @@
 #include "../llama/files/config_file.h"
 #include "upipe/net/upipe_net_threads.h"
 
-/* machine_rate -- FLOP/s, bytes/s and seconds of one rank
+/* machine_rate -- FLOP/s, bytes/s and seconds of one rank; but for UPDATE
  *   ATTN_FWD ATTN_BWD DENSE   of attention's kernels and of other products
  *   LINEAR           of the rules of linear attention
  *   A2A A2A_NODES    all-to-all within a node, and what of it leaves the node
@@ -26,6 +26,7 @@
  *   STAGE            seconds of starting a stage, one pass;  LAYER  of starting a layer's kernels, all passes
  *   WAIT             for the slowest rank, as a part of attention's time: in the all-to-all, or in a ring
  *   NATIVE           attention of PyTorch's own ring, as a part of ATTN_FWD and ATTN_BWD
+ *   UPDATE           the host's memory as a CPU's AdamW reads and writes it, of a node: its ranks share it
  */
 enum {
     MACHINE_ATTN_FWD,
@@ -43,6 +44,7 @@ enum {
     MACHINE_LAYER,
     MACHINE_WAIT,
     MACHINE_NATIVE,
+    MACHINE_UPDATE,
     MACHINE_RATES
 };
 
@@ -60,7 +62,8 @@ static const char *const machine_rate_names[MACHINE_RATES] = {"attention_forward
                                                               "stage_seconds",
                                                               "layer_seconds",
                                                               "wait_part",
-                                                              "native_ring_attention_part"};
+                                                              "native_ring_attention_part",
+                                                              "host_update_bytes"};
 
 enum { MACHINE_ORIGIN = 128 };
 
@@ -100,7 +103,8 @@ static const struct {
                                  {0.41e-3, MACHINE_FIT ": UPipe's against Ulysses'"},
                                  {9.7e-3, MACHINE_FIT},
                                  {0.011, MACHINE_FIT ": all-to-all beyond 512K"},
-                                 {0.508, MACHINE_FIT ": those of Native PyTorch"}};
+                                 {0.508, MACHINE_FIT ": those of Native PyTorch"},
+                                 {200e9, "of a node, assumed; --calibrate measures"}};
 
 #define MACHINE_SHEET "h100x8's, by the ratio of the data sheets' dense bf16 rates, links or memory"
 
@@ -144,14 +148,16 @@ static inline int machine_preset(machine *m, const char *name)
     m->reserve = m->gpu > 0 ? 5 * MACHINE_GIB : 0; /* context, NCCL, fragmentation */
     m->host = (int64_t)host;
     for (k = 0; k < MACHINE_RATES; ++k) {
-        const double factor = k <= MACHINE_LINEAR                          ? machine_presets[i].speed
+        const int own = k == MACHINE_UPDATE && m->gpu > 0; /* the host's, whatever the cards are */
+        const double factor = own                                          ? 1
+                              : k <= MACHINE_LINEAR                        ? machine_presets[i].speed
                               : k == MACHINE_HOST || k == MACHINE_SEGMENTS ? machine_presets[i].pcie
-                              : k == MACHINE_MERGE                         ? machine_presets[i].memory
+                              : k == MACHINE_MERGE || k == MACHINE_UPDATE  ? machine_presets[i].memory
                               : k < MACHINE_MERGE                          ? machine_presets[i].link
                                                                            : 1;
         m->rate[k] = machine_h100[k].value * factor;
         snprintf(m->origin[k], MACHINE_ORIGIN, "%s",
-                 machine_presets[i].why != NULL ? machine_presets[i].why : machine_h100[k].origin);
+                 machine_presets[i].why != NULL && !own ? machine_presets[i].why : machine_h100[k].origin);
     }
     return 0;
 }

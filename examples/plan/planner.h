@@ -40,9 +40,9 @@ enum { ADVICE_MAX = 24, ADVICE_TEXT = 96 };
 
 typedef struct advice_item {
     char flags[ADVICE_TEXT];
-    double gpu, host; /* saved, of the largest rank and of the fullest node; below 0 it takes more */
-    double seconds;   /* more */
-    int fits, place;  /* place: in the order of tries, which is that of two that are equal */
+    double gpu, host;     /* saved, of the largest rank and of the fullest node; below 0 it takes more */
+    double seconds, link; /* more; link: bytes between a rank's device and the host */
+    int fits, place;      /* place: in the order of tries, which is that of two that are equal */
 } advice_item;
 
 typedef struct advisor {
@@ -67,6 +67,7 @@ static void advisor_try(advisor *a, const char *flags, const planner *p, const s
         one->gpu = a->now->gpu - e->gpu;
         one->host = a->now->host - e->host;
         one->seconds = e->seconds - a->now->seconds;
+        one->link = estimate_link(e) - estimate_link(a->now);
         one->fits = estimate_verdict(e, p->m).fits;
         one->place = a->n;
         /* where it does not fit, less of what is missing; where it does, less of what is the fullest */

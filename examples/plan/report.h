@@ -29,9 +29,9 @@ static const char *report_tokens(char out[32], int64_t tokens)
     return out;
 }
 
-static const char *report_flags(char *out, size_t n, const method_choice *how,
-                                const activations_setting *kept, int as)
+static const char *report_flags(char *out, size_t n, const setting *s, int as)
 {
+    const method_choice *how = &s->how;
     char text[ACTIVATIONS_TEXT];
     size_t used = (size_t)snprintf(out, n, "--method %s",
                                    as < TITANS ? titan_names[as] : method_kinds[how->method].name);
@@ -47,8 +47,9 @@ static const char *report_flags(char *out, size_t n, const method_choice *how,
     for (i = 0; i < sizeof all / sizeof *all; ++i)
         if (all[i].shown)
             used += (size_t)snprintf(out + used, n - used, " --%s %d", all[i].name, all[i].value);
-    snprintf(out + used, n - used, "%s --activations %s", how->overlap ? " --overlap" : "",
-             activations_text(text, kept));
+    snprintf(out + used, n - used, "%s --activations %s%s%s", how->overlap ? " --overlap" : "",
+             activations_text(text, &s->activations), s->offload_optimizer ? " --offload-optimizer" : "",
+             s->offload_weights ? " --offload-weights" : "");
     return out;
 }
 
@@ -68,7 +69,7 @@ static void report_head(const job *j, const planner *p, const setting *s)
     if (s->replicas > 1) printf(" in each of %d replicas", s->replicas);
     if (s->accumulate > 1) printf(", %lld micro-batches a step", (long long)s->accumulate);
     printf("\n");
-    printf("%s, %s\n", report_flags(flags, sizeof flags, &s->how, &s->activations, p->titan),
+    printf("%s, %s\n", report_flags(flags, sizeof flags, s, p->titan),
            p->titan < TITANS ? "as the paper ran it: a model of PyTorch's bytes, not this library's"
                              : p->ops->name);
     if (j->note[0] != '\0') printf("the trainer refuses this model (%s); planned without that\n", j->note);
@@ -124,6 +125,9 @@ static void report_verdict(const job *j, const planner *p, const setting *s, con
            strcmp(v.binding, "gpu") == 0 ? "memory of the GPU" : "memory of the host");
     if (p->m->gpu > 0) report_resource("gpu", e->gpu, v.gpu_limit, "of the largest rank");
     report_resource("host", e->host, v.host_limit, "of the fullest node");
+    if (p->m->gpu > 0)
+        printf("  link  %11s between a rank's GPU and the host in a step\n",
+               report_bytes(a, estimate_link(e)));
     printf("\n  %-20s %12s\n", "phases of the step", "at most");
     for (i = 0; i < e->phases; ++i)
         printf("  %-20s %12s\n", e->phase[i].name, report_bytes(a, e->phase[i].bytes));
@@ -137,17 +141,23 @@ static void report_verdict(const job *j, const planner *p, const setting *s, con
                    100 * e->share[i] / e->seconds);
 }
 
+/* With its sign. */
+static const char *report_change(char out[32], double bytes)
+{
+    char text[32];
+    snprintf(out, 32, "%s%.30s", bytes < 0 ? "-" : "+", report_bytes(text, fabs(bytes)));
+    return out;
+}
+
 static void report_advice(const advice_item *all, int n)
 {
-    char a[32];
+    char a[32], b[32], c[32];
     int i;
-    if (n > 0) printf("\nwhat would need less\n");
-    for (i = 0; i < n; ++i) {
-        const int gpu = all[i].gpu > 0;
-        printf("  %-28s saves %s of the %s, %+.1f s a step%s\n", all[i].flags,
-               report_bytes(a, gpu ? all[i].gpu : all[i].host), gpu ? "GPU" : "host", all[i].seconds,
-               all[i].fits ? ": fits" : "");
-    }
+    if (n > 0) printf("\nwhat would need less, and what it changes\n");
+    for (i = 0; i < n; ++i)
+        printf("  %-38s GPU %s, host %s, link %s, %+.1f s a step%s\n", all[i].flags,
+               report_change(a, -all[i].gpu), report_change(b, -all[i].host), report_change(c, all[i].link),
+               all[i].seconds, all[i].fits ? ": fits" : "");
 }
 
 /* A table of the attention block's phases; `unit` bytes of the dry run are one. With activations in the rank's pool
@@ -213,10 +223,25 @@ static void report_json_begin(FILE *f, const planner *p, const setting *s, const
     const verdict v = estimate_verdict(e, p->m);
     fprintf(f, "{\n  \"fits\": %s,\n  \"gpu_bytes\": %.0f,\n  \"host_bytes_node\": %.0f,\n  ",
             fits ? "true" : "false", e->gpu, e->host);
-    fprintf(f, "\"binding\": \"%s\",\n  \"seconds_step\": %.9g,\n  \"tokens_per_s_per_gpu\": %.9g", v.binding,
-            e->seconds, report_rate(s, e));
+    fprintf(
+        f,
+        "\"link_bytes\": %.0f,\n  \"binding\": \"%s\",\n  \"seconds_step\": %.9g,\n  \"tokens_per_s_per_gpu\": %.9g",
+        estimate_link(e), v.binding, e->seconds, report_rate(s, e));
     report_json_parts(f, "phases", e->phase, e->phases);
     report_json_parts(f, "components", e->part, e->parts);
+}
+
+static void report_json_advice(FILE *f, const advice_item *help, int n)
+{
+    int i;
+    fputs(",\n  \"advice\": [", f);
+    for (i = 0; i < n; ++i)
+        fprintf(f,
+                "%s\n    {\"flags\": \"%s\", \"gpu_bytes_saved\": %.0f, \"host_bytes_node_saved\": %.0f, "
+                "\"link_bytes_more\": %.0f, \"seconds_more\": %.9g, \"fits\": %s}",
+                i > 0 ? "," : "", help[i].flags, help[i].gpu, help[i].host, help[i].link, help[i].seconds,
+                help[i].fits ? "true" : "false");
+    fputs("\n  ]", f);
 }
 
 /* report_json -- of one setting
@@ -228,14 +253,7 @@ static void report_json(FILE *f, const planner *p, const setting *s, const estim
     const packed_balance *b = balance;
     int i;
     report_json_begin(f, p, s, e, estimate_verdict(e, p->m).fits);
-    fputs(",\n  \"advice\": [", f);
-    for (i = 0; i < n; ++i)
-        fprintf(f,
-                "%s\n    {\"flags\": \"%s\", \"gpu_bytes_saved\": %.0f, \"host_bytes_node_saved\": %.0f, "
-                "\"seconds_more\": %.9g, \"fits\": %s}",
-                i > 0 ? "," : "", help[i].flags, help[i].gpu, help[i].host, help[i].seconds,
-                help[i].fits ? "true" : "false");
-    fputs("\n  ]", f);
+    report_json_advice(f, help, n);
     if (longest >= 0) fprintf(f, ",\n  \"max_tokens\": %" PRId64, longest);
     if (b->step != NULL) {
         fprintf(

@@ -1,6 +1,7 @@
 /* search.h -- all settings of a machine, and what one comes to at any length by two short dry runs
  *
- *     search_all(&f, one);                          one(&f, &s) for methods x chunk x segments x ring x activations x overlap
+ *     search_all(&f, one);                          one(&f, &s) for methods x chunk x segments x ring x activations x overlap,
+ *                                                   and where the GPU's memory ends also with states in the host's
  *     search_two(&two, &p, &s, tokens);             dry runs at tokens and at twice as many
  *     search_at(&e, &two, &p, tokens);              at any other length
  *
@@ -17,7 +18,7 @@ enum { SEARCH_MAX = 4096, SEARCH_SHOWN = 20 };
 
 typedef struct candidate {
     setting s;
-    double gpu, host, seconds;
+    double gpu, host, link, seconds;
     int place; /* in the order of tries: of two that are equal the first one stands first, also where qsort is unstable */
     int mark; /* best.h: of the Pareto set; longest.h: confirmed */
 } candidate;
@@ -91,6 +92,8 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
     SEARCH_LINE(moved);
     SEARCH_LINE(waited);
     SEARCH_LINE(segments);
+    SEARCH_LINE(updated);
+    SEARCH_LINE(returned);
     SEARCH_SQUARE(attn_fwd);
     SEARCH_SQUARE(attn_bwd);
 #undef SEARCH_LINE
@@ -113,7 +116,22 @@ static void search_prune(search_state *f, const setting *s, const estimate *e)
     f->nearest = *s;
 }
 
-typedef void search_one(search_state *f, const setting *s);
+/* Whether less of the GPU would fit, or fit longer. */
+typedef int search_one(search_state *f, const setting *s);
+
+/* One setting; where the GPU's memory ends, also with the optimizer's states in the host's, and then weights too. */
+static void search_states(search_state *f, setting s, search_one *one)
+{
+    while (f->n < SEARCH_MAX) {
+        ++f->tried;
+        if (f->j->o.progress)
+            fprintf(stderr, "\r" PROGRAM ": %d settings tried, %d refused, %d pruned", f->tried, f->refused,
+                    f->pruned);
+        if (!one(f, &s) || s.offload_weights || (s.offload_optimizer && s.zero < 3)) return;
+        s.offload_weights = s.offload_optimizer;
+        s.offload_optimizer = 1;
+    }
+}
 
 /* One schedule with every kind of activations. */
 static void search_activations(search_state *f, setting s, search_one *one)
@@ -134,12 +152,7 @@ static void search_activations(search_state *f, setting s, search_one *one)
         s.activations.k = kinds[i].k + kinds[i].quarters * layers / 4;
         s.activations.grad = kinds[i].grad;
         if (s.activations.k > layers || (kinds[i].quarters > 0 && s.activations.k == 0)) continue;
-        if (f->n == SEARCH_MAX) return;
-        ++f->tried;
-        if (f->j->o.progress)
-            fprintf(stderr, "\r" PROGRAM ": %d settings tried, %d refused, %d pruned", f->tried, f->refused,
-                    f->pruned);
-        one(f, &s);
+        search_states(f, s, one);
     }
 }
 
@@ -186,7 +199,7 @@ static void search_all(search_state *f, int overlaps, search_one *one)
 
 static const char *search_flags(char out[256], const candidate *c)
 {
-    return report_flags(out, 256, &c->s.how, &c->s.activations, TITANS);
+    return report_flags(out, 256, &c->s, TITANS);
 }
 
 static void search_counts(const search_state *f)
@@ -198,7 +211,7 @@ static void search_counts(const search_state *f)
 /* search_json -- what the setting `s` has, which is the best one if it `fits`, and all that fit; longest: each with its
  * longest sequence */
 static int search_json(const search_state *f, files *all, const setting *s, const estimate *e, int fits,
-                       int longest)
+                       int longest, const advice_item *help, int n)
 {
     char flags[256];
     FILE *out;
@@ -207,18 +220,17 @@ static int search_json(const search_state *f, files *all, const setting *s, cons
     out = files_open(all, f->j->o.json);
     if (out == NULL) return EXIT_RUN;
     report_json_begin(out, f->p, s, e, fits);
-    if (fits)
-        fprintf(out, ",\n  \"best\": \"%s\"",
-                report_flags(flags, sizeof flags, &s->how, &s->activations, TITANS));
+    if (fits) fprintf(out, ",\n  \"best\": \"%s\"", report_flags(flags, sizeof flags, s, TITANS));
     if (longest) fprintf(out, ",\n  \"max_tokens\": %" PRId64, fits ? s->tokens : 0);
-    fprintf(
-        out,
-        ",\n  \"advice\": [],\n  \"tried\": %d,\n  \"refused\": %d,\n  \"pruned\": %d,\n  \"settings\": [",
-        f->tried, f->refused, f->pruned);
+    report_json_advice(out, help, n);
+    fprintf(out, ",\n  \"tried\": %d,\n  \"refused\": %d,\n  \"pruned\": %d,\n  \"settings\": [", f->tried,
+            f->refused, f->pruned);
     for (i = 0; i < f->n; ++i) {
         const candidate *c = &f->all[i];
-        fprintf(out, "%s\n    {\"flags\": \"%s\", \"gpu_bytes\": %.0f, \"host_bytes_node\": %.0f, ",
-                i > 0 ? "," : "", search_flags(flags, c), c->gpu, c->host);
+        fprintf(
+            out,
+            "%s\n    {\"flags\": \"%s\", \"gpu_bytes\": %.0f, \"host_bytes_node\": %.0f, \"link_bytes\": %.0f, ",
+            i > 0 ? "," : "", search_flags(flags, c), c->gpu, c->host, c->link);
         if (longest) fprintf(out, "\"max_tokens\": %" PRId64 ", ", c->s.tokens);
         fprintf(out, "\"seconds_step\": %.9g, \"%s\": %s}", c->seconds, longest ? "confirmed" : "pareto",
                 c->mark ? "true" : "false");
@@ -231,15 +243,20 @@ static int search_json(const search_state *f, files *all, const setting *s, cons
 static int search_end(const search_state *f, const candidate *won, estimate *e, files *all, int longest)
 {
     const setting *s = won != NULL ? &won->s : f->pruned > 0 ? &f->nearest : &f->j->s;
+    advice_item help[ADVICE_MAX];
+    int n = 0;
     memset(e, 0, sizeof *e);
     if (won == NULL)
         puts(f->pruned > 0 ? "nothing fits; this comes nearest\n"
                            : "this model has no setting on these ranks");
     if (won != NULL || f->pruned > 0) {
         planner_estimate(f->p, s, e);
+        n = planner_advice(f->p, s, e, help);
         report_verdict(f->j, f->p, s, e);
+        report_advice(help, n);
     }
-    if (f->j->o.json != NULL && search_json(f, all, s, e, won != NULL, longest) != 0) return EXIT_RUN;
+    if (f->j->o.json != NULL && search_json(f, all, s, e, won != NULL, longest, help, n) != 0)
+        return EXIT_RUN;
     return won != NULL ? 0 : EXIT_NO_FIT;
 }
 

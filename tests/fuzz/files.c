@@ -1,7 +1,9 @@
-/* files.c -- any bytes in the place of what the trainer reads: config.json, safetensors, an index, a run's numbers
+/* files.c -- any bytes in the place of what the trainer reads: config.json, safetensors, an index, a run's numbers, an
+ * adapter's config
  *
  * The first letter of an input says in the place of what the rest stands:
  *   c  config.json
+ *   a  adapter_config.json
  *   s  a safetensors file
  *   h  its header alone: the length before it and 64 bytes of data behind it are added
  *   m  the metadata of a checkpoint's optimizer, a JSON object
@@ -15,6 +17,8 @@
 #include "fuzz.h"
 
 #include "examples/llama/files/data.h"
+#include "examples/llama/model/lora_flag.h"
+#include "examples/llama/state/adapter.h"
 #include "examples/llama/state/checkpoint.h"
 
 enum { DATA = 64 };
@@ -52,6 +56,7 @@ static void put_safetensors(const char *name, const char *before, const char *te
 static void end(void)
 {
     static const char *const names[] = {"config.json",
+                                        "adapter_config.json",
                                         "file.safetensors",
                                         "optimizer.safetensors",
                                         "part.safetensors",
@@ -100,6 +105,35 @@ static void fuzz_config(const char *text, size_t n)
     llama_layout_free(&l);
 }
 
+/* The smallest model: its tensors have 4,096 and 64 elements at most. */
+static llama_config smallest(void)
+{
+    llama_config config;
+    memset(&config, 0, sizeof config);
+    config.layers = config.heads = config.kv_heads = config.tied = 1;
+    config.dim = config.hidden = 16;
+    config.head_dim = 2;
+    config.vocab = 4;
+    return config;
+}
+
+/* --lora can say what is accepted. */
+static void fuzz_adapter(const char *text, size_t n)
+{
+    const llama_config config = smallest();
+    upipe_err err = {{0}, UPIPE_OK};
+    llama_lora lora, again;
+    llama_adapter a;
+    put("adapter_config.json", text, n);
+    memset(&a, 0, sizeof a);
+    if (!accepted(llama_adapter_read(&lora, in("adapter_config.json"), &err), &err) ||
+        !accepted(llama_adapter_layout(&a, &lora, &config, "adapter", &err), &err))
+        return;
+    CHECK(llama_lora_parse(&again, a.flag) == 0);
+    CHECK(again.rank == lora.rank && again.alpha == lora.alpha && again.targets == lora.targets);
+    llama_layout_free(&a.layout);
+}
+
 static void fuzz_tensors(void)
 {
     unsigned char bytes[FUZZ_MAX];
@@ -140,16 +174,11 @@ static upipe_status copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 static void fuzz_index(void)
 {
     static float weights[4096], vectors[64];
-    llama_config config;
+    const llama_config config = smallest();
     llama_layout l;
     llama_state state;
     upipe_ops ops;
     upipe_ctx c;
-    memset(&config, 0, sizeof config);
-    config.layers = config.heads = config.kv_heads = config.tied = 1;
-    config.dim = config.hidden = 16;
-    config.head_dim = 2;
-    config.vocab = 4;
     memset(&ops, 0, sizeof ops);
     memset(&c, 0, sizeof c);
     ops.copy = copy;
@@ -212,6 +241,9 @@ static void fuzz_one(const char *input, size_t n)
     switch (input[-1]) {
     case 'c':
         fuzz_config(input, n);
+        break;
+    case 'a':
+        fuzz_adapter(input, n);
         break;
     case 's':
         put("file.safetensors", input, n);
