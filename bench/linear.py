@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""linear.py -- the rules of linear attention on the CPU, forward and backward, beside PyTorch's in the same run
+
+The gated delta rule and the scalar decay, in f32, in chunks of 64 tokens. Everyone is validated against the rule in
+double precision, token by token; then all take turns, and the fastest turn of each counts. `products` are our own
+products alone, without what is between them, on one thread. `transformers` is torch_chunk_gated_delta_rule of
+Qwen3-Next, forward under no_grad, backward by autograd.grad alone.
+
+Operations are those of a chunked rule whose triangles are counted as triangles, for everyone: a token and head has
+6 K V + 128 (K + V) forward and 16 K V + 384 K + 320 V backward (without those in V of the two substitutions where there
+is no beta: 64 V and 192 V). What a contestant really computes does not count. The peak is that of fused multiply-adds,
+measured in the same turns.
+
+Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
+"""
+
+import ctypes
+import itertools
+import sys
+
+import common
+
+PEERS = ['transformers']
+OPS, RULES = ['fwd', 'bwd'], ['delta', 'decay']
+NAMES = {'fwd': 'forward', 'bwd': 'backward', 'delta': 'gated delta', 'decay': 'scalar decay'}
+CHUNK = 64
+BOUND = 2e-5  # largest error of a result over its largest value
+VALIDATED = 200, 2  # tokens, heads
+
+
+def read_options():
+    common.PACKAGES['transformers'] = ['torch', 'transformers']
+    parser = common.arguments(__doc__, PEERS)
+    common.add_list(parser, '--dims', 'dims of key and value', [64, 128])
+    common.add_list(parser, '--rules', 'rules', RULES, RULES)
+    common.add_list(parser, '--tokens', 'lengths', [4096])
+    common.add_list(parser, '--threads', 'numbers of threads', sorted({1, common.cores()}))
+    parser.add_argument('--heads', type=int, default=4, metavar='N', help='heads (4)')
+    parser.add_argument('--rounds', type=int, default=7, metavar='N', help='turns of everyone (7)')
+    options = common.parse(parser, 'linear')
+    if options.quick:
+        options.dims, options.tokens, options.rounds = [64], [256], 3
+    if options.rounds < 1 or options.heads < 1 or min(options.dims + options.tokens + options.threads) < 1:
+        parser.error('rounds, heads, dims, tokens and threads are positive')
+    return options
+
+
+def flop(op, rule, problem):
+    d, pairs = problem.dim, CHUNK // 2 * 2
+    solve = {'fwd': 1, 'bwd': 3}[op] if rule == 'decay' else 0
+    squares, triangles = {'fwd': (6, 4), 'bwd': (16, 11)}[op]
+    return problem.tokens * problem.heads * (squares * d * d + pairs * (triangles - solve) * d)
+
+
+# ---- who runs it: serve(problem, threads) gives {'fwd': call, 'bwd': call}, and 'results', a function ----
+
+class Ours:
+    def __init__(self, options):
+        self.rules = rules.Library(options.isa)
+        self.about = self.rules.about
+
+    def serve(self, problem, threads):
+        call = self.rules.call(problem, threads)
+        return {'fwd': lambda: call.run(0), 'bwd': lambda: call.run(1), 'results': lambda: call.arrays, 'call': call}
+
+    def peak(self, threads):
+        return self.rules.peak(threads)
+
+
+class Transformers:
+    """PyTorch's operators, as they stand in transformers."""
+
+    def __init__(self, _):
+        try:
+            import torch
+            import transformers
+            from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+        except (ImportError, OSError) as error:
+            raise LookupError(f'transformers cannot be imported: {error}') from error
+        self.torch, self.rule = torch, torch_chunk_gated_delta_rule
+        self.about = f'transformers {transformers.__version__}, PyTorch {torch.__version__}'
+
+    def serve(self, problem, threads):
+        if problem.rule != 'delta':
+            return None
+        torch, made = self.torch, {}
+        torch.set_num_threads(threads)
+        x = [torch.from_numpy(problem.arrays[name])[None] for name in ('q', 'k', 'v', 'g', 'beta', 'state')]
+        ends = [torch.from_numpy(problem.arrays[name])[None] for name in ('dout', 'dend')]
+
+        def forward(x):
+            return self.rule(*x[:5], chunk_size=CHUNK, initial_state=x[5], output_final_state=True)
+
+        def fwd():
+            with torch.no_grad():
+                made.update(zip(('o', 'out'), forward(x)))
+        leaves = [y.clone().requires_grad_() for y in x]
+        out = forward(leaves)
+
+        def bwd():
+            made.update(zip(('dq', 'dk', 'dv', 'dg', 'dbeta', 'dstate'),
+                            torch.autograd.grad(out, leaves, ends, retain_graph=True)))
+        return {'fwd': fwd, 'bwd': bwd, 'results': lambda: {name: y[0].numpy() for name, y in made.items()}}
+
+
+CONTESTANTS = {'ours': Ours, 'transformers': Transformers}
+
+
+# ---- measuring ----
+
+def validate(contestants, options):
+    """The largest error of everyone; ends the program where it is above the bound."""
+    worst = dict.fromkeys(contestants, 0.0)
+    for dim, rule, threads in itertools.product(options.dims, options.rules, options.threads):
+        problem = rules.Problem(*VALIDATED, dim, rule)
+        truth = rules.reference(problem)
+        for name, contestant in contestants.items():
+            calls = contestant.serve(problem, threads)
+            if calls is None:
+                continue
+            for op in OPS:
+                calls[op]()
+            got = calls['results']()
+            for what, values in truth.items():
+                error = float(abs(got[what] - values).max() / abs(values).max())
+                if not error <= BOUND:
+                    common.fail(f'{name} is wrong: {what} differs by {error:.1e} from double precision, of at most '
+                                f'{BOUND:g} (dim {dim}, {rule}, {threads} threads)')
+                worst[name] = max(error, worst[name])
+    return {name: float(f'{error:.1e}') for name, error in worst.items()}
+
+
+def measure(contestants, problem, threads, rounds):
+    """A line for each operation."""
+    served = {name: contestant.serve(problem, threads) for name, contestant in contestants.items()}
+    served = {name: calls for name, calls in served.items() if calls is not None}
+    for op in OPS:
+        calls, peaks = {name: of[op] for name, of in served.items()}, []
+        calls['peak'] = lambda: peaks.append(contestants['ours'].peak(threads))
+        alone = served['ours']['call'].products(OPS.index(op)) if threads == 1 else None
+        if alone:
+            calls['products'] = alone
+        seconds = {name: min(values) for name, values in common.alternate(calls, rounds).items()}
+        count = flop(op, problem.rule, problem)
+        rates = {name: round(1e-9 * count / value, 2) for name, value in seconds.items()}
+        yield {'op': f'linear_{op}', 'rule': problem.rule, 'head_dim': problem.dim, 'dtype': 'f32', 'heads': problem.heads,
+               'tokens': problem.tokens, 'threads': threads, 'gflops': rates['ours'],
+               'peak_gflops': round(1e-9 * max(peaks), 2), 'seconds': round(seconds['ours'], 6),
+               'peers': {name: rate for name, rate in rates.items() if name not in ('ours', 'peak')}}
+
+
+def print_case(line, names):
+    common.table_line([NAMES[line['op'][-3:]], NAMES[line['rule']], str(line['head_dim']), str(line['threads']),
+                       *common.rate_cells(line, names)])
+
+
+def main(options):
+    contestants, left_out = common.contestants(CONTESTANTS, ['ours', *options.peers], options)
+    names = ['products', *(name for name in contestants if name != 'ours')]
+    common.log('validating against double precision')
+    more = {'isa': options.isa, 'contestants': {name: contestant.about for name, contestant in contestants.items()},
+            'left_out': left_out, 'errors': validate(contestants, options)}
+    cases = list(itertools.product(options.rules, options.dims, options.tokens, options.threads))
+    with common.Lines(options.json, more) as lines:
+        lines.print_header()
+        common.table_head(['', 'rule', 'dim', 'threads', 'GFLOP/s', 'of the peak', *names])
+        for number, (rule, dim, tokens, threads) in enumerate(cases):
+            common.log(f'{number + 1} of {len(cases)}: {rule}, {tokens} tokens, dim {dim}, {threads} threads')
+            for line in measure(contestants, rules.Problem(tokens, options.heads, dim, rule), threads, options.rounds):
+                lines.write(line)
+                print_case(line, names)
+    common.log(f'numbers: {options.json}')
+    return 0
+
+
+if __name__ == '__main__':
+    given = read_options()  # before NumPy is needed: run.sh asks what to install with a Python that may lack it
+    import linear_rules as rules
+    sys.exit(main(given))
