@@ -83,8 +83,8 @@ typedef struct bench_products {
 static upipe_status (*bench_gemm)(upipe_ctx *, upipe_view, upipe_view, upipe_view, int, void *, size_t);
 static bench_products *bench_list; /* of the call that runs */
 
-static upipe_status bench_note(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags, void *work,
-                               size_t work_bytes)
+static upipe_status bench_note(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                               void *work, size_t work_bytes)
 {
     bench_products *l = bench_list;
     if (l->n == l->most) {
@@ -114,7 +114,8 @@ void bench_products_run(bench *b, const bench_products *l, void *work, int64_t w
 {
     int64_t i;
     for (i = 0; i < l->n; ++i)
-        b->ops.gemm(&b->ctx, l->all[i].out, l->all[i].a, l->all[i].b, l->all[i].flags, work, (size_t)work_bytes);
+        b->ops.gemm(&b->ctx, l->all[i].out, l->all[i].a, l->all[i].b, l->all[i].flags, work,
+                    (size_t)work_bytes);
 }
 
 void bench_products_free(bench_products *l)

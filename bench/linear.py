@@ -14,7 +14,6 @@ measured in the same turns.
 Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 """
 
-import ctypes
 import itertools
 import sys
 
@@ -68,38 +67,26 @@ class Ours:
 
 
 class Transformers:
-    """PyTorch's operators, as they stand in transformers."""
-
     def __init__(self, _):
-        try:
-            import torch
-            import transformers
-            from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
-        except (ImportError, OSError) as error:
-            raise LookupError(f'transformers cannot be imported: {error}') from error
-        self.torch, self.rule = torch, torch_chunk_gated_delta_rule
-        self.about = f'transformers {transformers.__version__}, PyTorch {torch.__version__}'
+        self.peer = rules.Transformers()
+        self.about = self.peer.about
 
     def serve(self, problem, threads):
         if problem.rule != 'delta':
             return None
-        torch, made = self.torch, {}
+        torch, made = self.peer.torch, {}
         torch.set_num_threads(threads)
-        x = [torch.from_numpy(problem.arrays[name])[None] for name in ('q', 'k', 'v', 'g', 'beta', 'state')]
-        ends = [torch.from_numpy(problem.arrays[name])[None] for name in ('dout', 'dend')]
-
-        def forward(x):
-            return self.rule(*x[:5], chunk_size=CHUNK, initial_state=x[5], output_final_state=True)
+        x = [self.peer.tensor(problem, name) for name in rules.INPUTS]
 
         def fwd():
             with torch.no_grad():
-                made.update(zip(('o', 'out'), forward(x)))
-        leaves = [y.clone().requires_grad_() for y in x]
-        out = forward(leaves)
+                made.update(zip(('o', 'out'), self.peer.rule(x[:6])))
+        leaves = [y.clone().requires_grad_() for y in x[:6]]
+        out = self.peer.rule(leaves)
 
         def bwd():
             made.update(zip(('dq', 'dk', 'dv', 'dg', 'dbeta', 'dstate'),
-                            torch.autograd.grad(out, leaves, ends, retain_graph=True)))
+                            torch.autograd.grad(out, leaves, x[6:], retain_graph=True)))
         return {'fwd': fwd, 'bwd': bwd, 'results': lambda: {name: y[0].numpy() for name, y in made.items()}}
 
 

@@ -110,6 +110,27 @@ class Library:
         return Call(self.library, self.open(threads), problem, first)
 
 
+class Transformers:
+    """The gated delta rule of Qwen3-Next in chunks, on PyTorch's operators, as it stands in transformers."""
+
+    def __init__(self, _=None):
+        try:
+            import torch
+            import transformers
+            from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+        except (ImportError, OSError) as error:
+            raise LookupError(f'transformers cannot be imported: {error}') from error
+        self.torch, self.of_chunks = torch, torch_chunk_gated_delta_rule
+        self.about = f'transformers {transformers.__version__}, PyTorch {torch.__version__}'
+
+    def tensor(self, problem, name):
+        return self.torch.from_numpy(problem.arrays[name])[None]
+
+    def rule(self, x):
+        """o and the state behind it, of q, k, v, g, beta, state."""
+        return self.of_chunks(*x[:5], initial_state=x[5], output_final_state=True)
+
+
 def reference(problem):
     """All results in double precision, token by token: o, out and the gradients."""
     x = {name: array.astype(np.float64) for name, array in problem.arrays.items()}
