@@ -120,6 +120,7 @@ class Transformers:
             from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
         except (ImportError, OSError) as error:
             raise LookupError(f'transformers cannot be imported: {error}') from error
+        torch.set_num_threads(1)
         self.torch, self.of_chunks = torch, torch_chunk_gated_delta_rule
         self.about = f'transformers {transformers.__version__}, PyTorch {torch.__version__}'
 
