@@ -2,14 +2,14 @@
 """linear.py -- the rules of linear attention on the CPU, forward and backward, beside PyTorch's in the same run
 
 The gated delta rule and the scalar decay, in f32, in chunks of 64 tokens. Everyone is validated against the rule in
-double precision, token by token; then all take turns, and the fastest turn of each counts. `products` are our own
+double precision, token by token; then all take turns, and the medians count. `products` are our own
 products alone, without what is between them, on one thread. `transformers` is torch_chunk_gated_delta_rule of
 Qwen3-Next, forward under no_grad, backward by autograd.grad alone.
 
 Operations are those that a chunked rule needs, for everyone. A product of rows with the state of d x d counts 2 d^2 a
 token and head, one up to the diagonal of a chunk 64 d: 3 and 4 of them forward, 8 and 11 backward; with scalar decay 2
 and 2, 5 and 5. What a contestant really computes does not count: whole squares, and states a second time. The peak is
-that of fused multiply-adds, measured in the same turns.
+that of fused multiply-adds, the fastest of the same turns.
 
 Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 """
@@ -134,13 +134,9 @@ def measure(contestants, problem, threads, options):
         if alone:
             calls['products'] = alone
         clock = time.process_time if options.cpu_time else time.perf_counter
-        seconds = {name: min(values) for name, values in common.alternate(calls, options.rounds, clock=clock).items()}
-        count = flop(op, problem)
-        rates = {name: round(1e-9 * count / value, 2) for name, value in seconds.items()}
+        seconds = common.alternate(calls, options.rounds, clock=clock)
         yield {'op': f'linear_{op}', 'rule': problem.rule, 'head_dim': problem.dim, 'dtype': 'f32', 'heads': problem.heads,
-               'tokens': problem.tokens, 'threads': threads, 'gflops': rates['ours'],
-               'peak_gflops': round(1e-9 * max(peaks), 2), 'seconds': round(seconds['ours'], 6),
-               'peers': {name: rate for name, rate in rates.items() if name not in ('ours', 'peak')}}
+               'tokens': problem.tokens, 'threads': threads, **common.rates_of(seconds, [max(peaks)], flop(op, problem))}
 
 
 def print_case(line, names):

@@ -86,7 +86,7 @@ def main():
     parser.add_argument('--out', default=os.path.join(common.TOP, 'bench', 'results', 'perplexity.json'), metavar='FILE')
     options = parser.parse_args()
     if not os.access(options.logits, os.X_OK):
-        sys.exit(f'perplexity.py: {options.logits} is not there: sh tests/run.sh builds it')
+        sys.exit(f'perplexity.py: {options.logits} is not there: sh examples/run.sh builds it')
     cache = os.path.abspath(os.environ.get('UPIPE_CACHE') or os.path.join(common.TOP, 'build', 'cache'))
     os.makedirs(cache, exist_ok=True)
     folder, ids = read_ids(cache, max(options.tokens))
