@@ -70,58 +70,49 @@ const char *bench_linear(bench *b, const bench_rule *p, int32_t backward)
 
 /* ---- the products of a call, without what is between them ---- */
 
-typedef struct bench_product {
+static struct bench_product {
     upipe_view out, a, b;
     int flags;
-} bench_product;
-
-typedef struct bench_products {
-    bench_product *all;
-    int64_t n, most;
-} bench_products;
-
+} * bench_list;
+static int64_t bench_listed, bench_room;
 static upipe_status (*bench_gemm)(upipe_ctx *, upipe_view, upipe_view, upipe_view, int, void *, size_t);
-static bench_products *bench_list; /* of the call that runs */
 
 static upipe_status bench_note(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
                                void *work, size_t work_bytes)
 {
-    bench_products *l = bench_list;
-    if (l->n == l->most) {
-        void *more = realloc(l->all, (size_t)(l->most = l->most * 2 + 1024) * sizeof *l->all);
+    if (bench_listed == bench_room) {
+        const int64_t room = bench_room * 2 + 1024;
+        void *more = realloc(bench_list, (size_t)room * sizeof *bench_list);
         if (more == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the list of products");
-        l->all = (bench_product *)more;
+        bench_list = (struct bench_product *)more;
+        bench_room = room;
     }
-    l->all[l->n++] = (bench_product){out, a, b, flags};
+    bench_list[bench_listed++] = (struct bench_product){out, a, b, flags};
     return bench_gemm(c, out, a, b, flags, work, work_bytes);
 }
 
-/* The products of a call on one thread, in its own buffers. NULL: no memory, or the call failed. */
-bench_products *bench_products_of(bench *b, const bench_rule *p, int32_t backward)
+/* Notes the products of a call on one thread, in place of those of the call before. */
+const char *bench_products(bench *b, const bench_rule *p, int32_t backward)
 {
-    bench_products *l = (bench_products *)calloc(1, sizeof *l);
     const char *why;
-    if (l == NULL) return NULL;
-    bench_list = l;
+    bench_listed = 0;
     bench_gemm = b->ops.gemm;
     b->ops.gemm = bench_note;
     why = bench_linear(b, p, backward);
     b->ops.gemm = bench_gemm;
-    return why == NULL ? l : NULL;
+    return why;
 }
 
-void bench_products_run(bench *b, const bench_products *l, void *work, int64_t work_bytes)
+/* Makes them again, where the call has left its buffers. */
+const char *bench_products_run(bench *b, void *work, int64_t work_bytes)
 {
     int64_t i;
-    for (i = 0; i < l->n; ++i)
-        b->ops.gemm(&b->ctx, l->all[i].out, l->all[i].a, l->all[i].b, l->all[i].flags, work,
-                    (size_t)work_bytes);
-}
-
-void bench_products_free(bench_products *l)
-{
-    free(l->all);
-    free(l);
+    for (i = 0; i < bench_listed; ++i) {
+        const struct bench_product *p = bench_list + i;
+        if (b->ops.gemm(&b->ctx, p->out, p->a, p->b, p->flags, work, (size_t)work_bytes))
+            return b->ctx.err.text;
+    }
+    return NULL;
 }
 
 /* ---- f64, token by token ---- */

@@ -44,6 +44,11 @@ class Case(ctypes.Structure):
                 *((name, INT32) for name in ('key_heads', 'heads', 'key_dim', 'value_dim'))]
 
 
+def check(why):
+    if why:
+        common.fail(why.decode())
+
+
 class Call:
     """A problem's arrays and results, and the calls over them."""
 
@@ -60,18 +65,17 @@ class Call:
         self.case.work = (self.work.ctypes.data + 63) // 64 * 64
 
     def run(self, backward):
-        why = self.library.bench_linear(self.handle, self.case, backward)
-        if why:
-            common.fail(why.decode())
+        check(self.library.bench_linear(self.handle, self.case, backward))
 
     def products(self, backward):
-        """A call of the products alone."""
-        made = self.library.bench_products_of(self.handle, self.case, backward)
-        if not made:
-            common.fail('no memory for the list of products')
-        scratch = np.zeros(self.case.work_bytes, np.uint8)
-        return lambda: self.library.bench_products_run(self.handle, made, scratch.ctypes.data // 64 * 64 + 64,
-                                                       self.case.work_bytes - 64)
+        """A call of the products alone, until those of another call are noted."""
+        check(self.library.bench_products(self.handle, self.case, backward))
+        scratch = np.zeros(self.case.work_bytes + 64, np.uint8)
+        work = (scratch.ctypes.data + 63) // 64 * 64
+
+        def call(_=scratch):  # which it keeps
+            check(self.library.bench_products_run(self.handle, work, self.case.work_bytes))
+        return call
 
     def exact(self, state):
         """o in double precision, one head; state [dim][dim] goes on."""
@@ -88,8 +92,8 @@ class Library:
                 ('bench_open', POINTER, [INT32]), ('bench_name', ctypes.c_char_p, [POINTER]),
                 ('bench_peak', ctypes.c_double, [POINTER]), ('bench_linear_bytes', INT64, [POINTER, case]),
                 ('bench_linear', ctypes.c_char_p, [POINTER, case, INT32]),
-                ('bench_products_of', POINTER, [POINTER, case, INT32]),
-                ('bench_products_run', None, [POINTER, POINTER, POINTER, INT64]),
+                ('bench_products', ctypes.c_char_p, [POINTER, case, INT32]),
+                ('bench_products_run', ctypes.c_char_p, [POINTER, POINTER, INT64]),
                 ('bench_linear_f64', None, [case, POINTER, POINTER])):
             call = getattr(self.library, name)
             call.restype, call.argtypes = result, argtypes
