@@ -74,18 +74,18 @@ static struct bench_product {
     upipe_view out, a, b;
     int flags;
 } * bench_list;
-static int64_t bench_listed, bench_room;
+static int64_t bench_listed, bench_capacity;
 static upipe_status (*bench_gemm)(upipe_ctx *, upipe_view, upipe_view, upipe_view, int, void *, size_t);
 
 static upipe_status bench_note(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
                                void *work, size_t work_bytes)
 {
-    if (bench_listed == bench_room) {
-        const int64_t room = bench_room * 2 + 1024;
-        void *more = realloc(bench_list, (size_t)room * sizeof *bench_list);
+    if (bench_listed == bench_capacity) {
+        const int64_t capacity = bench_capacity * 2 + 1024;
+        void *more = realloc(bench_list, (size_t)capacity * sizeof *bench_list);
         if (more == NULL) return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for the list of products");
         bench_list = (struct bench_product *)more;
-        bench_room = room;
+        bench_capacity = capacity;
     }
     bench_list[bench_listed++] = (struct bench_product){out, a, b, flags};
     return bench_gemm(c, out, a, b, flags, work, work_bytes);
