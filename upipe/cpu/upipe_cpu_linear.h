@@ -303,25 +303,28 @@ UPI_INLINE void upi_linear_solve_tile(int rows, int vectors, float *x, int64_t s
     }
 }
 
+/* All rows of some vectors of their columns. */
+UPI_INLINE void upi_linear_solve_columns(int vectors, float *x, int64_t step, const float *b, int64_t down,
+                                         int64_t right, int l)
+{
+    int i;
+    for (i = 0; i + UPI_LINEAR_ROWS <= l; i += UPI_LINEAR_ROWS)
+        upi_linear_solve_tile(UPI_LINEAR_ROWS, vectors, x, step, b, down, right, i);
+    for (; i < l; ++i) upi_linear_solve_tile(1, vectors, x, step, b, down, right, i);
+}
+
 /* x = (1 - b)^-1 x for l rows of d elements. Backwards, from the last row of x and the last element of b on, with steps
  * below 0, it is x = (1 - b)^-T x. */
 UPI_CPU_KERNEL void upi_linear_solve(float *x, int64_t step, const float *b, int64_t down, int64_t right,
                                      int l, int d)
 {
-    int i, j, k;
-    for (k = 0; k + UPI_LINEAR_VECTORS * UPI_WIDE <= d; k += UPI_LINEAR_VECTORS * UPI_WIDE) {
-        for (i = 0; i + UPI_LINEAR_ROWS <= l; i += UPI_LINEAR_ROWS)
-            upi_linear_solve_tile(UPI_LINEAR_ROWS, UPI_LINEAR_VECTORS, x + k, step, b, down, right, i);
-        for (; i < l; ++i) upi_linear_solve_tile(1, UPI_LINEAR_VECTORS, x + k, step, b, down, right, i);
-    }
-    for (; k + UPI_WIDE <= d; k += UPI_WIDE)
-        for (i = 0; i < l; ++i) upi_linear_solve_tile(1, 1, x + k, step, b, down, right, i);
-    for (i = 1; i < l; ++i)
-        for (j = 0; j < i; ++j) {
-            const float f = b[i * down + j * right];
-            int c;
-            for (c = k; c < d; ++c) x[i * step + c] += f * x[j * step + c];
-        }
+    int c = 0, i, j;
+    for (; c + UPI_LINEAR_VECTORS * UPI_WIDE <= d; c += UPI_LINEAR_VECTORS * UPI_WIDE)
+        upi_linear_solve_columns(UPI_LINEAR_VECTORS, x + c, step, b, down, right, l);
+    for (; c + UPI_WIDE <= d; c += UPI_WIDE) upi_linear_solve_columns(1, x + c, step, b, down, right, l);
+    for (; c < d; ++c)
+        for (i = 1; i < l; ++i)
+            for (j = 0; j < i; ++j) x[i * step + c] += b[i * down + j * right] * x[j * step + c];
 }
 
 /* W = V - e^G K S, where w holds K S; u = beta W. */
