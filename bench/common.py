@@ -41,7 +41,7 @@ PEER_ISA = {
 }
 
 # Fields that say which case a line is about.
-CASE = ['op', 'method', 'head_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap', 'heads', 'kv_heads',
+CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap', 'heads', 'kv_heads',
         'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes', 'ranks', 'ring', 'segments',
         'chunk', 'tokens', 'threads', 'products']
 # Measured fields: 1 where more is better, -1 where less is.
@@ -202,23 +202,23 @@ def compile_program(source, isa, flags=()):
 
 # ---- measuring ----
 
-def alternate(calls, rounds, slow=20):
+def alternate(calls, rounds, slow=20, clock=time.perf_counter):
     """Seconds of every call in every round: {name: [seconds, ...]}. They take turns, in the opposite order every other
     round; each is called once before. One that takes more than `slow` seconds then has its turn in the first round
     only."""
     first = {}
     for name, call in calls.items():
-        start = time.perf_counter()
+        start = clock()
         call()
-        first[name] = time.perf_counter() - start
+        first[name] = clock() - start
     seconds = {name: [] for name in calls}
     for turn in range(rounds):
         names = [name for name in calls if turn == 0 or first[name] < slow]
         for name in names if turn % 2 == 0 else names[::-1]:
             time.sleep(REST)
-            start = time.perf_counter()
+            start = clock()
             calls[name]()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return seconds
 
 

@@ -51,6 +51,7 @@ def check_usage(folder):
         ('masks --threads 0', 'positive'), ('block --shapes 4x16', '4x16 is not like'), ('block --rounds 0', 'positive'),
         ('block --products nothing', 'nothing'), ('methods --methods nobody', 'nobody'), ('methods --tokens 512,512', 'twice'),
         ('methods --rounds 0', 'positive'), ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
+        ('linear --cpu-time --threads 2 --peers none', '--threads 1'), ('states --tokens 5000 --peers none', 'power of two'),
     ]:
         run([*RUN, *words.split()], 2, says)
 
@@ -162,6 +163,26 @@ def check_accuracy(folder):
     check_apart(path, len(cases))
 
 
+def check_linear(folder):
+    path = 'linear.json'
+    table, header, *cases = short_run(path, 'linear', '--quick', '--threads', '1', '--peers', 'none')
+    check(0 < header['errors']['ours'] < 2e-6, f'linear: the header has {header}')
+    check([(case['op'], case['rule']) for case in cases] ==
+          [(f'linear_{op}', rule) for rule in ('delta', 'decay') for op in ('fwd', 'bwd')], 'linear: other cases')
+    for case in cases:
+        check(min(case['gflops'], case['peak_gflops'], *case['round_s'], case['peers']['products']) > 0, f'rates: {case}')
+    check(table.count('\n| forward |') == 2, 'linear: the table lacks rows')
+    check_apart(path, len(cases))
+
+
+def check_states(folder):
+    path = 'states.json'
+    _, _, *cases = short_run(path, 'states', '--quick', '--peers', 'none')
+    check(len(cases) == 2 * 3 * 3 * 2, f'states: {len(cases)} cases')
+    check(all(0 < case['l2'] < 1e-6 and case['peers'] == {} for case in cases), f'states: errors: {cases}')
+    check_apart(path, len(cases))
+
+
 def check_ops(folder):
     path = 'ops.json'
     _, _, *cases = short_run(path, 'ops', '--quick', '--threads', '1', '--dtypes', 'f32', '--ops', 'add,all_to_all')
@@ -187,4 +208,5 @@ def check_compare(path):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('bench', check_usage, check_numbers, check_masks, check_methods, check_block, check_accuracy, check_ops))
+    sys.exit(run_tests('bench', check_usage, check_numbers, check_masks, check_methods, check_block, check_accuracy,
+                       check_linear, check_states, check_ops))

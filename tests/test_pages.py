@@ -26,7 +26,7 @@ TOP, PROGRAMS, TABLE = (os.path.abspath(path) for path in sys.argv[1:4])
 # What a command has -> why it does not run here. Some command has each of these; all others run.
 ELSEWHERE = {
     r'sh (tests|examples)/run\.sh': 'takes minutes; what it runs are tests of their own',
-    r'bench/(run\.sh|compare\.py|gpu\.py)': 'takes minutes; test_bench.py and test_planner.py run it over less',
+    r'bench/(run\.sh|compare\.py|gpu\.py|perplexity\.py)': 'takes minutes; test_bench.py and test_planner.py run it over less',
     r'--best|best\.png': 'takes half a minute; test_planner.py has it for a small model, and its picture',
     r'^meson setup build &&': 'is the build that has made PROGRAMS',
     r'build/gcc/tests|tests/simt/mutants\.py': 'is what the suite simt runs',

@@ -25,7 +25,11 @@
 #include "upipe_cpu_linear_rows.h"
 #include "../upipe_linear.h"
 
-enum { UPI_LINEAR_LOWEST = -128 /* e to that is 0 in f32, and so it is with -inf */ };
+enum {
+    UPI_LINEAR_LOWEST = -128, /* e to that is 0 in f32, and so it is with -inf */
+    UPI_LINEAR_ROWS = 4,      /* of a substitution's tile, whose sums stay in registers */
+    UPI_LINEAR_VECTORS = UPIPE_CPU_AVX512 ? 4 : 2
+};
 
 /* What a worker has of its own: buffers of a chunk, each [chunk] rows. Square ones have rows of `wide` elements.
  *   q k        [key_dim]; q times the scale
@@ -33,7 +37,7 @@ enum { UPI_LINEAR_LOWEST = -128 /* e to that is 0 in f32, and so it is with -inf
  *   v w u      [value_dim]: V, W, U
  *   o du       [value_dim]: O or its gradient; gradients of U, then of R, then of V
  *   dq dk      [key_dim]: sums over the heads of a key head
- *   d m a p    [wide]: D, M, beta M, P;  x: a gradient of M or P
+ *   d m a p    [wide]: D, M, -beta M, P;  x: a gradient of M or P
  *   sums dsums f64: G and its gradient;  up, down: e^G, e^(G_l - G);  beta dbeta
  *   state      [heads of a key head][chunks of a run][key_dim][value_dim], states [...][runs]...: the backward's */
 #define UPI_LINEAR_KEY(X)   X(q) X(k) X(key) X(key2) X(dq) X(dk)
@@ -248,7 +252,7 @@ UPI_CPU_KERNEL void upi_linear_gates(upi_linear_worker *w, int64_t row, int l, i
     }
 }
 
-/* x times D up to the diagonal, or below it; zeros behind. a = beta times that, where it is wanted. */
+/* x times D up to the diagonal, or below it; zeros behind. a = -beta times that, where it is wanted. */
 UPI_CPU_KERNEL void upi_linear_mask(upi_linear_worker *w, float *x, float *a, int l, int diagonal)
 {
     int i, j;
@@ -258,30 +262,69 @@ UPI_CPU_KERNEL void upi_linear_mask(upi_linear_worker *w, float *x, float *a, in
         const int end = i + diagonal;
         for (j = 0; j < end; ++j) row[j] *= d[j];
         for (; j < w->wide; ++j) row[j] = 0;
-        for (j = 0; a != NULL && j < w->wide; ++j) a[(int64_t)i * w->wide + j] = w->beta[i] * row[j];
+        for (j = 0; a != NULL && j < w->wide; ++j) a[(int64_t)i * w->wide + j] = -w->beta[i] * row[j];
     }
 }
 
-/* u = (1 + a)^-1 u, rows of d elements. */
-UPI_CPU_KERNEL void upi_linear_solve(float *u, const float *a, int wide, int l, int d)
+/* Rows first .. first + rows - 1 of a forward substitution, in some vectors of their columns: x_i += sum of b_ij x_j
+ * over j < i, in the order of j. Rows of x are `step` elements apart; b_ij is b[i * down + j * right]. */
+UPI_INLINE void upi_linear_solve_tile(int rows, int vectors, float *x, int64_t step, const float *b,
+                                      int64_t down, int64_t right, int first)
 {
-    int i, j, k;
-    for (i = 1; i < l; ++i)
-        for (j = 0; j < i; ++j) {
-            const float f = a[(int64_t)i * wide + j];
-            for (k = 0; k < d; ++k) u[(int64_t)i * d + k] -= f * u[(int64_t)j * d + k];
+    upi_fw sum[UPI_LINEAR_ROWS][UPI_LINEAR_VECTORS], y[UPI_LINEAR_VECTORS];
+    const float *const rest = b + first * (down + right);
+    int i, j, v;
+    b += first * down;
+    UPI_CPU_UNROLL
+    for (i = 0; i < rows; ++i) {
+        UPI_CPU_UNROLL
+        for (v = 0; v < vectors; ++v) sum[i][v] = upi_fw_load(x + (first + i) * step + v * UPI_WIDE);
+    }
+    for (j = 0; j < first; ++j) {
+        UPI_CPU_UNROLL
+        for (v = 0; v < vectors; ++v) y[v] = upi_fw_load(x + j * step + v * UPI_WIDE);
+        UPI_CPU_UNROLL
+        for (i = 0; i < rows; ++i) {
+            const upi_fw f = upi_fw_broadcast(b + i * down + j * right);
+            UPI_CPU_UNROLL
+            for (v = 0; v < vectors; ++v) upi_fw_accumulate(&sum[i][v], f, y[v]);
         }
+    }
+    UPI_CPU_UNROLL
+    for (j = 0; j < rows; ++j) {
+        UPI_CPU_UNROLL
+        for (v = 0; v < vectors; ++v) upi_fw_store(x + (first + j) * step + v * UPI_WIDE, sum[j][v]);
+        UPI_CPU_UNROLL
+        for (i = j + 1; i < rows; ++i) {
+            const upi_fw f = upi_fw_broadcast(rest + i * down + j * right);
+            UPI_CPU_UNROLL
+            for (v = 0; v < vectors; ++v) upi_fw_accumulate(&sum[i][v], f, sum[j][v]);
+        }
+    }
 }
 
-/* u = (1 + a)^-T u */
-UPI_CPU_KERNEL void upi_linear_solve_back(float *u, const float *a, int wide, int l, int d)
+/* All rows of some vectors of their columns. */
+UPI_INLINE void upi_linear_solve_columns(int vectors, float *x, int64_t step, const float *b, int64_t down,
+                                         int64_t right, int l)
 {
-    int i, j, k;
-    for (i = l - 2; i >= 0; --i)
-        for (j = i + 1; j < l; ++j) {
-            const float f = a[(int64_t)j * wide + i];
-            for (k = 0; k < d; ++k) u[(int64_t)i * d + k] -= f * u[(int64_t)j * d + k];
-        }
+    int i;
+    for (i = 0; i + UPI_LINEAR_ROWS <= l; i += UPI_LINEAR_ROWS)
+        upi_linear_solve_tile(UPI_LINEAR_ROWS, vectors, x, step, b, down, right, i);
+    for (; i < l; ++i) upi_linear_solve_tile(1, vectors, x, step, b, down, right, i);
+}
+
+/* x = (1 - b)^-1 x for l rows of d elements. Backwards, from the last row of x and the last element of b on, with steps
+ * below 0, it is x = (1 - b)^-T x. */
+UPI_CPU_KERNEL void upi_linear_solve(float *x, int64_t step, const float *b, int64_t down, int64_t right,
+                                     int l, int d)
+{
+    int c = 0, i, j;
+    for (; c + UPI_LINEAR_VECTORS * UPI_WIDE <= d; c += UPI_LINEAR_VECTORS * UPI_WIDE)
+        upi_linear_solve_columns(UPI_LINEAR_VECTORS, x + c, step, b, down, right, l);
+    for (; c + UPI_WIDE <= d; c += UPI_WIDE) upi_linear_solve_columns(1, x + c, step, b, down, right, l);
+    for (; c < d; ++c)
+        for (i = 1; i < l; ++i)
+            for (j = 0; j < i; ++j) x[i * step + c] += b[i * down + j * right] * x[j * step + c];
 }
 
 /* W = V - e^G K S, where w holds K S; u = beta W. */
@@ -358,7 +401,7 @@ UPI_INLINE upipe_view upi_linear_state(const upi_linear_worker *w, const float *
     return upi_linear_matrix((float *)(uintptr_t)p, w->call->q.d, w->call->v.d, w->call->v.d);
 }
 
-/* K, V, the gates and U of a chunk that begins with state s; with beta also M, beta M and W. */
+/* K, V, the gates and U of a chunk that begins with state s; with beta also M, -beta M and W. */
 UPIPE_API void upi_linear_values(upi_linear_worker *w, int64_t row, int l, int head, const float *s)
 {
     const upipe_linear *a = w->call;
@@ -372,7 +415,7 @@ UPIPE_API void upi_linear_values(upi_linear_worker *w, int64_t row, int l, int h
     upi_linear_product(w, upi_linear_value(w, w->w, l), upi_linear_key(w, w->k, l), upi_linear_state(w, s),
                        0);
     upi_linear_rest(w, l, a->v.d);
-    upi_linear_solve(w->u, w->a, w->wide, l, a->v.d);
+    upi_linear_solve(w->u, a->v.d, w->a, w->wide, 1, l, a->v.d);
 }
 
 /* Q and P. */
@@ -473,7 +516,8 @@ UPIPE_API void upi_linear_values_bwd(upi_linear_worker *w, int l, const float *s
 {
     const upipe_linear *a = w->call;
     int i;
-    upi_linear_solve_back(w->du, w->a, w->wide, l, a->v.d);
+    upi_linear_solve(w->du + (int64_t)(l - 1) * a->v.d, -a->v.d, w->a + (int64_t)(l - 1) * (w->wide + 1), -1,
+                     -w->wide, l, a->v.d);
     for (i = 0; i < l; ++i)
         w->dbeta[i] = (float)upi_linear_dot(w->du + (int64_t)i * a->v.d, w->w + (int64_t)i * a->v.d, a->v.d);
     upi_linear_product(w, upi_linear_square(w, w->x, l), upi_linear_value(w, w->du, l),
