@@ -150,7 +150,8 @@ def parts():
         Part('mpich', ['-Doptimization=1', '-Dmpi_package=mpich'], full='net',
              needs=(lambda: has('mpirun.mpich') and packaged('mpich'), 'MPICH is missing')),
         # Kernels for devices: compiled for all of them, linked, and run where there is one (bench/gpu.py measures).
-        Part('cuda', ['-Dcuda=enabled'], full='device', builds=['device_programs'], needs=(nvcc, 'nvcc is missing')),
+        # nvcc optimizes these whatever the rest does.
+        Part('cuda', ['-Doptimization=1', '-Dcuda=enabled'], full='device', builds=['device_programs'], needs=(nvcc, 'nvcc is missing')),
     ]
 
 
