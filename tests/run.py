@@ -25,7 +25,7 @@ TIMES = os.path.join(BUILD, 'times.json')
 CORES = os.cpu_count() or 1
 SHARES = CORES + 1
 PROCESSES = 8  # of a test of the suites below, at most
-NET = {'net', 'links'}
+WIDE = {'net', 'links', 'mutants'}
 SKIPPED = 77
 QUIET = 9  # seconds without a line, at most
 
@@ -365,7 +365,7 @@ class Session:
             guess = self.runner.times.get(self.key(part, test), [test['timeout'] / 10 * part.slow])[0]
             job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess,
                       [build] if test['depends'] else [], alone=not test['is_parallel'],
-                      cores=PROCESSES if NET & set(suites(test)) else 1)
+                      cores=PROCESSES if WIDE & set(suites(test)) else 1)
             job.test, job.group = test, (part.name, self.suite_of(part, test))
             self.groups.setdefault(job.group, []).append(job)
             made.append(job)
