@@ -46,7 +46,8 @@ BUDGETS = {
     'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',
             'UPIPE_FAULT_SECONDS': '1200', 'UPIPE_MUTANTS': 'all', 'UPIPE_WORLD_TRIES': '200'},
 }
-SLOW_DRAWS = {'ordinary': '20', 'full': '60', 'all': '1000'}
+SLOW_BUDGETS = {'ordinary': {'UPIPE_DRAWS_MIN': '20'}, 'full': {'UPIPE_DRAWS_MIN': '60', 'UPIPE_SECONDS': '8'},
+                'all': {'UPIPE_DRAWS_MIN': '1000'}}
 
 
 def has(program):
@@ -344,7 +345,7 @@ class Session:
     def environment(self, part):
         budget = dict(BUDGETS[self.mode])
         if part.slow > 1:  # ten seconds here are one elsewhere: the ordinary run's amount
-            budget['UPIPE_DRAWS_MIN'] = SLOW_DRAWS[self.mode]
+            budget |= SLOW_BUDGETS[self.mode]
             budget.pop('UPIPE_FULL', None)
             budget['TEST_BRIEF'] = '1'
         return {name: os.environ.get(name, value) for name, value in budget.items()}
