@@ -275,8 +275,7 @@ def build(options):
     arch = (ask_driver('compute_cap') or '8.0').replace('.', '')
     if arch == '90':
         arch = '90a'  # Hopper's own instructions
-    units = {'device_table.o': 'examples/common/device_table.cu', '09_cuda.o': 'examples/09_cuda.cu',
-             **{f'{name}.o': f'tests/cuda/{name}.cpp' for name in FIRST}}
+    units = {'09_cuda.o': 'examples/09_cuda.cu', **{f'{name}.o': f'tests/cuda/{name}.cpp' for name in FIRST}}
     gates = [sys.executable, os.path.join(TOP, 'tests', 'cuda', 'nvcc.py')]  # fails where ptxas serializes products
     strict = ['-Werror=all-warnings', '-Xptxas=-warn-spills']
     kernels = {made: [nvcc(), '-x', 'cu', '-std=c++17', '-O3', '-lineinfo', '-Wno-deprecated-gpu-targets',
@@ -319,7 +318,7 @@ def build(options):
     if bad:
         raise Failed(f'failed: {" ".join(bad)}')
     if arch == '90a':
-        check_machine_code(os.path.join(BUILD, 'device_table.o'))
+        check_machine_code(os.path.join(BUILD, '09_cuda.o'))
     linked = [(name, [shutil.which('c++') or 'g++', os.path.join(BUILD, name + '.o'), '-o', os.path.join(BUILD, name),
                       *libraries]) for name in FIRST]
     if headers:
@@ -327,8 +326,7 @@ def build(options):
                                          os.path.join(BUILD, '09_cuda.o'), '-o', os.path.join(BUILD, '13_plug_cudnn'), '-lcudnn',
                                          '-lnvrtc', *libraries]))
     for name, source in programs.items():
-        table = '09_cuda.o' if name in ('08_nccl', '09_cuda') else 'device_table.o'
-        linked.append((name, [shutil.which('cc') or 'gcc', *C_FLAGS, *cpu, *places, source, os.path.join(BUILD, table), '-o',
+        linked.append((name, [shutil.which('cc') or 'gcc', *C_FLAGS, *cpu, *places, source, os.path.join(BUILD, '09_cuda.o'), '-o',
                               os.path.join(BUILD, name), *more.get(name, []), *libraries]))
     bad = run_all(linked)
     if bad:

@@ -8,7 +8,7 @@
 #include "../examples/common/device_flag.h"
 
 #ifndef UPIPE_WITH_CUDA
-#error "compile with -DUPIPE_WITH_CUDA and link examples/common/device_table.cu"
+#error "compile with -DUPIPE_WITH_CUDA and link examples/09_cuda.cu"
 #endif
 
 enum { RUNS = 9, RUNS_SECONDS = 2, RANKS_MAX = 64, BLOCKS_MAX = 256 };

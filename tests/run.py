@@ -25,7 +25,7 @@ TIMES = os.path.join(BUILD, 'times.json')
 CORES = os.cpu_count() or 1
 SHARES = CORES + 1
 PROCESSES = 8  # of a test of the suites below, at most
-NET = {'net', 'links'}
+WIDE = {'net', 'links', 'mutants'}
 SKIPPED = 77
 QUIET = 9  # seconds without a line, at most
 
@@ -46,7 +46,8 @@ BUDGETS = {
     'all': {'UPIPE_FULL': '1', 'UPIPE_DRAWS_MIN': '20000', 'UPIPE_SECONDS': '1200', 'UPIPE_FUZZ_SECONDS': '60',
             'UPIPE_FAULT_SECONDS': '1200', 'UPIPE_MUTANTS': 'all', 'UPIPE_WORLD_TRIES': '200'},
 }
-SLOW_DRAWS = {'ordinary': '20', 'full': '60', 'all': '1000'}
+SLOW_BUDGETS = {'ordinary': {'UPIPE_DRAWS_MIN': '20'}, 'full': {'UPIPE_DRAWS_MIN': '60', 'UPIPE_SECONDS': '8'},
+                'all': {'UPIPE_DRAWS_MIN': '1000'}}
 
 
 def has(program):
@@ -150,7 +151,8 @@ def parts():
         Part('mpich', ['-Doptimization=1', '-Dmpi_package=mpich'], full='net',
              needs=(lambda: has('mpirun.mpich') and packaged('mpich'), 'MPICH is missing')),
         # Kernels for devices: compiled for all of them, linked, and run where there is one (bench/gpu.py measures).
-        Part('cuda', ['-Dcuda=enabled'], full='device', builds=['device_programs'], needs=(nvcc, 'nvcc is missing')),
+        # nvcc optimizes these whatever the rest does.
+        Part('cuda', ['-Doptimization=1', '-Dcuda=enabled'], full='device', builds=['device_programs'], needs=(nvcc, 'nvcc is missing')),
     ]
 
 
@@ -343,7 +345,7 @@ class Session:
     def environment(self, part):
         budget = dict(BUDGETS[self.mode])
         if part.slow > 1:  # ten seconds here are one elsewhere: the ordinary run's amount
-            budget['UPIPE_DRAWS_MIN'] = SLOW_DRAWS[self.mode]
+            budget |= SLOW_BUDGETS[self.mode]
             budget.pop('UPIPE_FULL', None)
             budget['TEST_BRIEF'] = '1'
         return {name: os.environ.get(name, value) for name, value in budget.items()}
@@ -364,7 +366,7 @@ class Session:
             guess = self.runner.times.get(self.key(part, test), [test['timeout'] / 10 * part.slow])[0]
             job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess,
                       [build] if test['depends'] else [], alone=not test['is_parallel'],
-                      cores=PROCESSES if NET & set(suites(test)) else 1)
+                      cores=PROCESSES if WIDE & set(suites(test)) else 1)
             job.test, job.group = test, (part.name, self.suite_of(part, test))
             self.groups.setdefault(job.group, []).append(job)
             made.append(job)

@@ -28,7 +28,7 @@ enum { T = 12, B = 2, HQ = 4, HKV = 2, D = 32, W = (HQ + 2 * HKV) * D, O = HQ * 
 
 #ifdef UPIPE_WITH_CUDA
 
-extern "C" upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
+extern "C" upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
 
 static void check_cuda(cudaError_t r)
 {
@@ -91,7 +91,7 @@ static upipe_status device_rank(void *user, int rank)
     check_cuda(cudaSetDevice(rank));
     check_cuda(cudaStreamCreateWithFlags(&tensor::stream, cudaStreamNonBlocking));
     CHECK_STATUS(upipe_cuda_init(&cuda, nullptr, &err), UPIPE_OK, err);
-    CHECK_STATUS(device_cuda_ops(&ops, &cuda, &err), UPIPE_OK, err);
+    CHECK_STATUS(app_ops(&ops, &cuda, &err), UPIPE_OK, err);
     config.blocking = 0;
     (void)ncclCommInitRankConfig(&nccl, d->desc->plan.ranks, d->id, rank, &config);
     upipe_status s = upipe_nccl_host_open(h.get(), nccl, tensor::stream, 60, d->desc, &ops, &err);

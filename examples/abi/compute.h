@@ -16,7 +16,7 @@
 #include "upipe/cuda/upipe_cuda_bytes.h"
 #include "upipe/cuda/upipe_cuda_device.h"
 
-upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* common/device_table.cu */
+upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* 09_cuda.cu */
 
 typedef struct abi_compute {
     upipe_ops ops;
@@ -32,7 +32,7 @@ static void abi_plan_ops(upipe_ops *ops)
 static upipe_status abi_compute_open(abi_compute *m, upipe_err *e)
 {
     UPIPE_TRY(upipe_cuda_init(&m->cuda, NULL, e));
-    return device_cuda_ops(&m->ops, &m->cuda, e);
+    return app_ops(&m->ops, &m->cuda, e);
 }
 
 static upipe_status abi_slab(void **out, size_t bytes, upipe_err *e)

@@ -34,8 +34,8 @@ enum {
     DEVICE_MARGIN = 16 /* one of so many multiprocessors is left to side streams: 8 of an H100's 132 */
 };
 
-/* From device_table.cu, the one unit of the program that the CUDA compiler sees. */
-upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
+/* From 09_cuda.cu, the one unit of the program that the CUDA compiler sees. */
+upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
 #endif
 
 typedef struct device {
@@ -116,7 +116,7 @@ static inline upipe_status device_open_cuda(device *d, int first, upipe_err *e)
         s = upipe_cublas_check(e, cublasSetWorkspace(d->blas, d->workspace, DEVICE_WORKSPACE),
                                "cublasSetWorkspace");
     if (s == UPIPE_OK) s = upipe_cuda_init(&d->cuda, d->blas, e);
-    if (s == UPIPE_OK) s = device_cuda_ops(&d->ops, &d->cuda, e);
+    if (s == UPIPE_OK) s = app_ops(&d->ops, &d->cuda, e);
     if (s == UPIPE_OK) s = upipe_cuda_copy_stream_init(&d->side, e);
     if (s != UPIPE_OK) {
         device_close_cuda(d, NULL);

@@ -55,7 +55,9 @@ HOST = {
 NEXT = {'C++20, g++': ('g++', '-std=c++20', '.cpp'), 'C23, gcc': ('gcc', '-std=c2x', '.c')}
 # Another processor's: the headers in cpu/ alone, as the libraries of the others are this machine's.
 CROSS = {'C11, gcc for aarch64': ('aarch64-linux-gnu-gcc', ['-std=c11'], '.c')}
-NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow', '-Wno-deprecated-gpu-targets']
+# The build with nvcc optimizes the kernels.
+NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Xcicc', '-O0', '-Werror=all-warnings', '-Xcompiler', '-Wall,-Wextra,-Wshadow',
+              '-Wno-deprecated-gpu-targets']
 
 FULL = bool(os.environ.get('UPIPE_FULL'))
 

@@ -20,7 +20,7 @@
 #include "upipe/upipe_ops.h"
 #include "upipe/cuda/upipe_cuda_device.h"
 
-upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* table.cpp */
+upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* table.cpp */
 
 enum { WORKSPACE = 1 << 20 }; /* bytes */
 
@@ -53,7 +53,7 @@ __attribute__((unused)) static int device_open_as(device *d, int first)
     CHECK(cublasSetStream(d->blas, d->stream) == CUBLAS_STATUS_SUCCESS);
     CHECK(cublasSetWorkspace(d->blas, d->workspace, WORKSPACE) == CUBLAS_STATUS_SUCCESS);
     if (!CHECK_SAY(upipe_cuda_init(&d->cuda, d->blas, &d->c.err) == UPIPE_OK, "%s", d->c.err.text)) return 0;
-    if (!CHECK_SAY(device_cuda_ops(&d->ops, &d->cuda, &d->c.err) == UPIPE_OK, "%s", d->c.err.text)) return 0;
+    if (!CHECK_SAY(app_ops(&d->ops, &d->cuda, &d->c.err) == UPIPE_OK, "%s", d->c.err.text)) return 0;
     d->c.ops = &d->ops;
     d->c.stream = d->stream;
     return 1;

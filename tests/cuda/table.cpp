@@ -2,6 +2,5 @@
 #include "upipe/cuda/upipe_cuda.h"
 #include "upipe/cuda/upipe_cuda_linear.h"
 
-UPIPE_EXPORT_OPS(device_cuda_ops, upipe_cuda_ops)
 UPIPE_EXPORT_OPS(app_ops, upipe_cuda_ops)
-UPIPE_EXPORT_LINEAR(device_cuda_linear, upipe_cuda_linear)
+UPIPE_EXPORT_LINEAR(app_linear, upipe_cuda_linear)

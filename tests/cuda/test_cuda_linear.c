@@ -8,7 +8,7 @@
 #include "../lib/linear.h"
 #include "cuda/staged.h"
 
-void device_cuda_linear(upipe_linear_ops *rules); /* table.cpp */
+void app_linear(upipe_linear_ops *rules); /* 09_cuda.cu */
 
 static upipe_linear_ops on_device;
 
@@ -191,7 +191,7 @@ int main(void)
     device d;
     upipe_cuda_plan_linear(&rules);
     rules.fwd = staged_linear_fwd, rules.bwd = staged_linear_bwd;
-    device_cuda_linear(&on_device);
+    app_linear(&on_device);
     if (device_open(&d)) {
         printf("test_cuda_linear: %s\n", d.ops.name);
         staged_open(&d);

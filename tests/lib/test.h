@@ -146,8 +146,8 @@ __attribute__((unused)) static long test_draws_wanted(void)
     return test_env("UPIPE_DRAWS", test_env("UPIPE_DRAWS_MIN", 200));
 }
 
-/* Draws until both their number and the time are reached. One that takes ten times its seconds to come to the
- * number has failed; a machine that is slower than its budget still gets there. */
+/* Draws until both their number and the time are reached. One that takes ten times its seconds, and more than 80, to come
+ * to the number has failed; a machine that is slower than its budget still gets there. */
 typedef struct test_draws {
     long seed, done, least;
     double began, budget, patience;
@@ -162,7 +162,7 @@ __attribute__((unused)) static test_draws test_draws_begin(long part)
     d.least = test_draws_wanted() / part;
     d.began = test_seconds();
     d.budget = test_env("UPIPE_DRAWS", -1) >= 0 ? 0 : (double)test_env("UPIPE_SECONDS", 0) / (double)part;
-    d.patience = d.budget > 0 ? 10 * d.budget : 1e9;
+    d.patience = d.budget > 8 ? 10 * d.budget : d.budget > 0 ? 80 : 1e9;
     return d;
 }
 

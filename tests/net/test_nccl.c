@@ -566,7 +566,7 @@ static upipe_status behind_body(rank_buf *k)
 
 enum { SERIALISED, DISORDER, OTHER_GONE, JOINED };
 
-upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* ../cuda/table.cpp */
+upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* ../cuda/table.cpp */
 
 /* The team has failed, and with it a transfer into k->recv: the host gets no number of it, and waits for its device
  * as before. */
@@ -579,7 +579,7 @@ static void check_no_result(rank_buf *k)
     cublasHandle_t blas;
     CHECK(cublasCreate(&blas) == CUBLAS_STATUS_SUCCESS);
     CHECK_STATUS(upipe_cuda_init(&device, blas, &c.err), UPIPE_OK, c.err);
-    CHECK_STATUS(device_cuda_ops(&ops, &device, &c.err), UPIPE_OK, c.err);
+    CHECK_STATUS(app_ops(&ops, &device, &c.err), UPIPE_OK, c.err);
     c.ops = &ops;
     CHECK_REFUSED(ops.copy(&c, host, k->recv, sizeof host), UPIPE_ERR_ABORTED, c.err,
                   upi_nccl_failure(c.team)->text);

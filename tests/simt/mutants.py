@@ -32,15 +32,15 @@ TABLES = {'': 'libemulated_table.a.p', 'race': 'librace_table.a.p'}
 # The table with the entries of one header, or of those that include it.
 UNIT = '''{includes}
 extern "C" upipe_status base_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
-extern "C" upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
-extern "C" upipe_status device_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e)
+extern "C" upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e);
+extern "C" upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e)
 {{
     UPIPE_TRY(base_cuda_ops(ops, device, e));
 {entries}    return UPIPE_OK;
 }}
 '''
 # Rules of linear attention are a table of their own, in one header.
-RULES = {'linear': '#include "upipe/cuda/upipe_cuda_linear.h"\nUPIPE_EXPORT_LINEAR(device_cuda_linear, upipe_cuda_linear)\n'}
+RULES = {'linear': '#include "upipe/cuda/upipe_cuda_linear.h"\nUPIPE_EXPORT_LINEAR(app_linear, upipe_cuda_linear)\n'}
 
 
 class Broken(Exception):
@@ -147,8 +147,8 @@ class Workshop:
         for build in {mutant.build for mutant in mutants}:
             whole = os.path.join(self.built, TABLES[build], 'table.cpp.o')
             self.base[build] = os.path.join(self.scratch, f'base{build}.o')
-            run(['objcopy', '--redefine-sym', 'device_cuda_ops=base_cuda_ops', '--redefine-sym',
-                 'device_cuda_linear=base_cuda_linear', whole, self.base[build]], whole)
+            run(['objcopy', '--redefine-sym', 'app_ops=base_cuda_ops', '--redefine-sym', 'app_linear=base_cuda_linear',
+                 whole, self.base[build]], whole)
 
     def own_source(self, mutant):
         """A test that has the kernels in its own unit, and no table."""
