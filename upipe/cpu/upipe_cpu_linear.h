@@ -318,8 +318,9 @@ UPI_INLINE void upi_linear_solve_columns(int vectors, float *x, int64_t step, co
 UPI_CPU_KERNEL void upi_linear_solve(float *x, int64_t step, const float *b, int64_t down, int64_t right,
                                      int l, int d)
 {
+    const int wide = (int)UPI_LINEAR_VECTORS * (int)UPI_WIDE;
     int c = 0, i, j;
-    for (; c + UPI_LINEAR_VECTORS * UPI_WIDE <= d; c += UPI_LINEAR_VECTORS * UPI_WIDE)
+    for (; c + wide <= d; c += wide)
         upi_linear_solve_columns(UPI_LINEAR_VECTORS, x + c, step, b, down, right, l);
     for (; c + UPI_WIDE <= d; c += UPI_WIDE) upi_linear_solve_columns(1, x + c, step, b, down, right, l);
     for (; c < d; ++c)
