@@ -160,7 +160,7 @@ static void test_drawn(void)
     static const int dims[] = {4, 7, 16, 24};
     static const double gates[] = {1e-3, 0.05, 0.5, 5};
     test_rng r = {41};
-    for (int i = 0; i < 48; ++i) {
+    for (int i = 0; i < 36; ++i) {
         linear x = {.n = 16 + test_below(&r, 110), .delta = i % 2}, one;
         world w = {.ops = cpu_table(), .ranks = 1 + i % RANKS_MAX, .ring = 1, .segments = 1 + (i % 5 == 4)};
         upipe_ctx c = {.ops = &w.ops};

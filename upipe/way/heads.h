@@ -103,7 +103,8 @@ UPIPE_API size_t upi_heads_layout(upipe_ctx *c, upi_heads *w, void *base)
     const int rank = w->plan.desc.rank;
     upi_way_layout p = upi_way_layout_make(base);
     size_t token = 0;
-    int i, sent = 0;
+    upipe_linear x;
+    int i, n, sent = 0, before = 0;
     w->at.a.work_bytes = 0;
     for (i = 0; i < w->ins; ++i) {
         upi_heads_tensor(w, &p, *w->in[i], w->at_in[i]);
@@ -113,17 +114,18 @@ UPIPE_API size_t upi_heads_layout(upipe_ctx *c, upi_heads *w, void *base)
         upi_heads_tensor(w, &p, *w->out[i], w->at_out[i]);
         token = upipe_max_bytes(token, upi_heads_token(w, *w->out[i]));
     }
+    x = w->at.a;
     w->state = (float *)upi_way_place(&p, (size_t)(w->most * w->group * upi_way_size(w->a)) * 4);
-    for (i = 0; i < w->plan.stages; ++i) {
+    x.q.n = x.k.n = x.v.n = x.g.n = w->plan.team_tokens;
+    if (x.beta.data != NULL) x.beta.n = w->plan.team_tokens;
+    x.q.h = x.k.h = w->plan.desc.heads;
+    for (i = 0; i < w->plan.stages; ++i, before = n) {
         const int all = upipe_plan_heads_sent(&w->plan, UPIPE_A2A_Q, i);
-        upipe_linear x = w->at.a;
-        x.q.n = x.k.n = x.v.n = x.g.n = w->plan.team_tokens;
-        if (x.beta.data != NULL) x.beta.n = w->plan.team_tokens;
-        x.q.h = x.k.h = w->plan.desc.heads;
         if (all > sent) sent = all;
-        w->at.a.work_bytes = upipe_max_bytes(
-            w->at.a.work_bytes,
-            upi_way_work(c, w->a->rules, x, upipe_plan_q(&w->plan, i, rank).count * w->group, w->pass));
+        n = upipe_plan_q(&w->plan, i, rank).count;
+        if (n != before)
+            w->at.a.work_bytes =
+                upipe_max_bytes(w->at.a.work_bytes, upi_way_work(c, w->a->rules, x, n * w->group, w->pass));
     }
     w->send = upi_way_place(&p, (size_t)(w->plan.local * sent) * token);
     w->at.a.work = upi_way_place(&p, w->at.a.work_bytes);
