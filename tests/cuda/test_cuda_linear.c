@@ -208,6 +208,12 @@ static void check_refusals(device *d)
     REFUSED(t.a.q.d = 257, UNSUPPORTED, "a state of 257 x 16; 1 to 256 each are built");
     REFUSED(t.a.q.dtype = UPIPE_F16, UNSUPPORTED, "does not take f16");
 #undef REFUSED
+    t = g;
+    for (int i = 0; i < LINEAR_VIEWS; ++i)
+        if (view_of(&t, i)->h == x.heads) view_of(&t, i)->h = 1 << 23;
+    t.a.work_bytes = SIZE_MAX;
+    CHECK_REFUSED(upipe_linear_fwd(&d->c, &on_device, &t.a), UPIPE_ERR_UNSUPPORTED, d->c.err,
+                  "8388608 heads in one call");
     t.a = g.a;
     t.a.chunk = 65;
     CHECK_INT(upipe_linear_bytes(&d->c, &on_device, &t.a, UPIPE_LINEAR_FWD), 0);
