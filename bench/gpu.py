@@ -56,7 +56,8 @@ LOGS = os.path.join(BUILD, 'logs')
 RESULTS = os.path.join(TOP, 'bench', 'results')
 C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA',
            f'-DUPIPE_SOURCE_ROOT="{TOP}"']
-SMALL = ['test_cuda_rows', 'test_cuda_train_ops', 'test_cuda_attn', 'test_cuda_attn90', 'test_cuda_attn90_bwd']
+SMALL = ['test_cuda_rows', 'test_cuda_train_ops', 'test_cuda_attn', 'test_cuda_attn90', 'test_cuda_attn90_bwd',
+         'test_cuda_linear']
 FIRST = ['maps', 'probe', 'watchdog']  # of tests/cuda, before all other tests
 COMMAND = 20  # seconds of a command that measures
 CONTESTANTS = ['upipe', 'upipe_80', 'cudnn', 'cudnn_deterministic']

@@ -77,20 +77,49 @@ static upipe_status staged_linear_bwd(upipe_ctx *c, const upipe_linear_grad *g)
     return there_end(upipe_linear_bwd(&staged.d->c, &on_device, &there), &there.a, borders);
 }
 
-/* More chunks than a run has, and another number of them in the last one; borders inside of runs and between them. */
+/* Heads first .. first + heads - 1 in a call of their own, with the results in their places. */
+static void run_stage(linear *x, upipe_ctx *c, int first, int heads)
+{
+    const int group = x->heads / x->key_heads, size = x->key_dim * x->value_dim;
+    upipe_linear_grad g = call_of(x, 0, x->n, 0);
+    for (int i = 0; i < LINEAR_VIEWS; ++i) {
+        upipe_view *v = view_of(&g, i);
+        const int by = v->h == x->heads ? 1 : group;
+        if (v->data == NULL) continue;
+        v->data = upipe_view_at(*v, 0, first / by);
+        v->h = heads / by;
+    }
+    g.a.state = x->state + first * size, g.a.out = x->end + first * size, g.dstate = x->dstate + first * size;
+    memcpy(g.dstate, x->dend + first * size, (size_t)(heads * size) * 4);
+    work_begin(c, &g.a, UPIPE_LINEAR_FWD);
+    CHECK_STATUS(upipe_linear_fwd(c, &rules, &g.a), UPIPE_OK, c->err);
+    work_begin(c, &g.a, UPIPE_LINEAR_BWD);
+    CHECK_STATUS(upipe_linear_bwd(c, &rules, &g), UPIPE_OK, c->err);
+}
+
+/* More chunks than a run has, and another number of them in the last one; borders inside of runs and between them. Half
+ * the heads have runs of twice as many chunks, and the bits of all heads. */
 static void check_runs(upipe_ctx *c)
 {
     enum { HEADS = 8, RUN = UPI_CUDA_LINEAR_BLOCKS / HEADS };
     static const int64_t borders[] = {3, RUN, RUN + 20, 2 * RUN + 3};
     test_rng r = {41};
     for (int delta = 0; delta < 2; ++delta) {
-        linear x = {
-            .n = 2 * RUN + 9, .key_heads = 4, .heads = HEADS, .key_dim = 5, .value_dim = 3, .chunk = 1};
+        linear x = {.n = 2 * RUN + 9,
+                    .key_heads = 4,
+                    .heads = HEADS,
+                    .key_dim = 5,
+                    .value_dim = 3,
+                    .chunk = 1},
+               y;
         x.delta = delta;
         if (delta) x.borders = (upipe_borders){borders, 3};
         draw(&x, &r, 0.1);
         run(&x, c, &x.n, 1);
         check_close(&x, "three runs");
+        y = twin_of(&x);
+        for (int i = 0; i < HEADS; i += HEADS / 2) run_stage(&y, c, i, HEADS / 2);
+        check_bits(&x, &y, "stages of heads");
         buffers_free(0);
     }
 }
@@ -179,6 +208,12 @@ static void check_refusals(device *d)
     REFUSED(t.a.q.d = 257, UNSUPPORTED, "a state of 257 x 16; 1 to 256 each are built");
     REFUSED(t.a.q.dtype = UPIPE_F16, UNSUPPORTED, "does not take f16");
 #undef REFUSED
+    t = g;
+    for (int i = 0; i < LINEAR_VIEWS; ++i)
+        if (view_of(&t, i)->h == x.heads) view_of(&t, i)->h = 1 << 23;
+    t.a.work_bytes = SIZE_MAX;
+    CHECK_REFUSED(upipe_linear_fwd(&d->c, &on_device, &t.a), UPIPE_ERR_UNSUPPORTED, d->c.err,
+                  "8388608 heads in one call");
     t.a = g.a;
     t.a.chunk = 65;
     CHECK_INT(upipe_linear_bytes(&d->c, &on_device, &t.a, UPIPE_LINEAR_FWD), 0);

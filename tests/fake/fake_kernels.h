@@ -15,7 +15,10 @@
     X(upi_cuda_attn_fwd_kernel, 64, 227, 232, 100) \
     X(upi_cuda_attn_fwd_kernel, 128, 253, 255, 100) \
     X(upi_bias_parts, 0, 160, 167, 1)            \
-    X(upi_embed_bwd_rows, 0, 179, 179, 1)
+    X(upi_embed_bwd_rows, 0, 179, 179, 1)        \
+    X(upi_cuda_linear_states, 0, 198, 196, 1)    \
+    X(upi_cuda_linear_back, 0, 143, 124, 1)      \
+    X(upi_cuda_linear_keys, 0, 178, 180, 1)
 /* clang-format on */
 
 enum {

@@ -37,12 +37,12 @@ enum {
     UPI_CUDA_LINEAR_LOWEST = -128 /* e to that is 0 in f32, and so it is with -inf */
 };
 
-/* Chunks that a launch works on. */
+/* Chunks that a launch works on. at: twice the rows from `first` on, plus 1 where a document begins; the last chunk's end
+ * behind it. */
 typedef struct upi_cuda_linear_run {
     int64_t first; /* row */
     int chunks;
-    uint16_t
-        at[UPI_CUDA_LINEAR_RUN_MAX + 1]; /* twice the rows from `first` on, plus 1 where a document begins */
+    uint16_t at[UPI_CUDA_LINEAR_RUN_MAX + 1];
 } upi_cuda_linear_run;
 
 /* One of them, for a head. */
@@ -633,7 +633,7 @@ UPI_DEVICE void upi_cuda_linear_keys_of(const upipe_linear_grad &g, const upi_cu
     upi_cuda_linear_product<1, 0>(&tile, pieces, p, 0, q, j0);
     upi_cuda_linear_add(dk, tile);
     if (!DELTA) return;
-    if ((int)threadIdx.x < x.l) /* the products before and behind have barriers */
+    if ((int)threadIdx.x < x.l) /* no barrier: the products before and behind have theirs */
         factor[threadIdx.x] =
             w.up[at + threadIdx.x] * upi_cuda_linear_gate(a.beta, x.row + (int64_t)threadIdx.x, head);
     tile = upi_cuda_linear_zeros();
@@ -681,7 +681,7 @@ void upi_cuda_linear_keys(const upipe_linear_grad g, const upi_cuda_linear_parts
                 upi_cuda_linear_put(g.dk, x.row + i, key, j0 + j, dk.v[r][c]);
             });
     }
-    /* what reaches G is there: a product with its barriers came behind */
+    /* what reaches G is there, as a product with its barriers came behind */
     for (h = key * group + (int)threadIdx.x; h < (key + 1) * group; h += UPI_CUDA_LINEAR_THREADS)
         upi_cuda_linear_gates_bwd(g, w, upi_cuda_linear_item_of(run, chunk, h, a.v.h), h);
 }
