@@ -206,7 +206,7 @@ static void test_few(void)
 static void test_adapters(void)
 {
     enum { ONE = 1 << 18, NOTHING = 0, OPTIMIZER = 1, WEIGHTS = 2 };
-    static const char all[] = "16:32:q,k,v,o,gate,up,down", attention[] = "16:32:q,k,v,o";
+    static const char all[] = "16:32:q,k,v,o,gate,up,down", qkvo[] = "16:32:q,k,v,o";
     static const struct {
         const char *lora;
         int ranks, zero, method, away;
@@ -222,7 +222,7 @@ static void test_adapters(void)
          ONE,
          {19960053760, 23451025408},
          {84792049664, 168913010688}},
-        {attention,
+        {qkvo,
          1,
          2,
          METHOD_UPIPE_FPDT,

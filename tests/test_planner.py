@@ -162,7 +162,7 @@ def update():
     words = ['--model', model('updated', **config), '--tokens', '1k', '--method', 'ulysses', '--offload-optimizer', '--machine']
     slow = machine('slow.json', ranks=4, ranks_per_node=2, rates={'host_update_bytes': 1e6, 'host_link_bytes': 1e20})
     fast = machine('fast.json', ranks=4, ranks_per_node=2, rates={'host_update_bytes': 1e20, 'host_link_bytes': 1e20})
-    link = machine('link.json', ranks=4, ranks_per_node=2, rates={'host_update_bytes': 1e20, 'host_link_bytes': 1e6})
+    link = machine('narrow.json', ranks=4, ranks_per_node=2, rates={'host_update_bytes': 1e20, 'host_link_bytes': 1e6})
     for more, update_bytes, moved in [(['--zero', '1'], 30, 6), (['--zero', '3'], 34, 6), (['--zero', '3', '--offload-weights'], 34, None),
                                       (['--zero', '1', '--dtype', 'f32'], 28, 12)]:
         plans = [plan(*words, box, *more, '--activations', 'ac') for box in (slow, fast, link)]
