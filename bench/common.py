@@ -161,9 +161,14 @@ def compiler():
     return shlex.split(os.environ.get('CC', 'gcc'))
 
 
+def own_flags():
+    return shlex.split(os.environ.get('CFLAGS', ''))
+
+
 def compiler_line():
     done = subprocess.run([*compiler(), '--version'], stdout=subprocess.PIPE, text=True, check=False)
-    return done.stdout.split('\n')[0].strip() if done.returncode == 0 else ' '.join(compiler())
+    name = done.stdout.split('\n')[0].strip() if done.returncode == 0 else ' '.join(compiler())
+    return ' '.join([name, *own_flags()])
 
 
 def accepts(*flags):
@@ -177,7 +182,7 @@ def compile_unit(source, made, flags):
     """bench/SOURCE into build/bench/MADE; ends the program if it cannot be compiled."""
     os.makedirs(BUILD, exist_ok=True)
     target = os.path.join(BUILD, made)
-    command = [*compiler(), *C_FLAGS, *flags, os.path.join(TOP, 'bench', source), '-o', target]
+    command = [*compiler(), *C_FLAGS, *own_flags(), *flags, os.path.join(TOP, 'bench', source), '-o', target]
     if subprocess.run(command, cwd=TOP, check=False).returncode != 0:
         fail(f'failed: {" ".join(command)}')
     return target

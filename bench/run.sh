@@ -22,8 +22,9 @@ usage() {
 usage: sh bench/run.sh COMMAND [--quick] [--peers LIST] [--json FILE] [FLAG...]
 
 Measures the CPU kernels, and methods of context parallelism, on this machine. COMMAND is one of:$(commands)
-Each compiles with \$CC (gcc) what it measures, validates it in double precision, and prints rates or times and their
-ratios to those of its peers in the same run; numbers are left as JSON lines, and a chart beside them.
+Each compiles with \$CC (gcc) what it measures, \$CFLAGS after its own flags, validates it in double precision, and prints
+rates or times and their ratios to those of its peers in the same run; numbers are left as JSON lines, and a chart
+beside them.
 COMMAND --help lists its flags. bench/compare.py compares two files of numbers.
 
 What peers need comes from PyPI into build/bench/venv, which may be deleted at any time (PyTorch with what it links to

@@ -12,6 +12,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib
 from checks import check, needed, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
 
 TOP = os.path.abspath(sys.argv[1])
+os.environ['CFLAGS'] = '-O0'  # nothing is timed here; kernels are optimized anyway
 RUN = ['sh', os.path.join(TOP, 'bench', 'run.sh')]
 COMPARE = [sys.executable, os.path.join(TOP, 'bench', 'compare.py')]
 HEADER = {'machine', 'features', 'compiler', 'command', 'date', 'isa', 'peer_isa', 'contestants', 'left_out', 'errors',
