@@ -2,13 +2,14 @@
  *
  *     status = linear_plan(&job, &files);            upipe-plan --linear 32,16,128,128 --machine h100x8 --tokens 1M
  *
- * Bytes are the library's (upipe_linear_attn.h), of the rank that holds or sends the most; on a GPU without the rule's own
- * scratch. Seconds are an estimate, as good as the rates of the machine: transfers and kernels are added up.
+ * Bytes are the library's (upipe_linear_attn.h), of the rank that holds or sends the most. Seconds are an estimate, as
+ * good as the rates of the machine: transfers and kernels are added up.
  */
 #ifndef PLAN_LINEAR_H
 #define PLAN_LINEAR_H
 
 #include "upipe/cpu/upipe_cpu_linear.h"
+#include "upipe/cuda/upipe_cuda_linear_bytes.h"
 
 #include "report.h"
 
@@ -266,8 +267,8 @@ static void linear_print(const linear_job *j, const linear_report *r, int64_t to
     for (i = 0; i < r->changes; ++i)
         printf("  from %6s tokens on: %s\n", report_tokens(text[0], r->from[i].tokens),
                upipe_way_name(r->from[i].way));
-    printf("\nseconds by %s of %.3g (%s)%s\n", machine_rate_names[MACHINE_LINEAR], j->m->rate[MACHINE_LINEAR],
-           j->m->origin[MACHINE_LINEAR], j->m->gpu > 0 ? "; pools without the rule's own scratch" : "");
+    printf("\nseconds by %s of %.3g (%s)\n", machine_rate_names[MACHINE_LINEAR], j->m->rate[MACHINE_LINEAR],
+           j->m->origin[MACHINE_LINEAR]);
 }
 
 static void linear_json(FILE *f, const linear_report *r)
@@ -290,13 +291,6 @@ static void linear_json(FILE *f, const linear_report *r)
 
 /* ---- the command ---- */
 
-/* What a GPU's rules need by themselves is not known here. */
-static size_t linear_no_scratch(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass)
-{
-    (void)ops, (void)a, (void)pass;
-    return 0;
-}
-
 /* linear_plan -- exit status */
 static int linear_plan(const job *j, files *all)
 {
@@ -308,8 +302,10 @@ static int linear_plan(const job *j, files *all)
     l->dtype = (upipe_dtype)j->o.dtype;
     l->ranks = j->o.how.ranks;
     device_table(j->o.device, &l->ops);
-    upipe_cpu_linear(&l->rules);
-    if (j->o.device != DEVICE_CPU) l->rules.bytes = linear_no_scratch;
+    if (j->o.device == DEVICE_CPU)
+        upipe_cpu_linear(&l->rules);
+    else
+        upipe_cuda_plan_linear(&l->rules);
     if (status == 0 && j->o.tokens > 0 && j->o.tokens < l->ranks)
         status = cli_refuse("--tokens %" PRId64 ": each of %d ranks has at least one", j->o.tokens, l->ranks);
     if (status == 0) status = linear_report_make(l, r, j->o.tokens);
