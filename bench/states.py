@@ -2,9 +2,9 @@
 """states.py -- errors of the rules of linear attention over up to a million tokens, against f64 token by token
 
 One head of 64 in f32, in chunks of 64 tokens, from a state of zeros. At every power of two: the state behind so many
-tokens, and the output of the second half of them (of all of the first 1,024), each as relative L2 distance. `gate` is the mean of -g: 0.05 is a gate
-as models have it, whose state lasts for 20 tokens; 1e-5 a state of 100,000 tokens; 0 one that never decays. Beside ours
-`transformers`, the gated delta rule of Qwen3-Next on PyTorch in f32 on the same data.
+tokens, and the output of the second half of them (of all of the first 1,024), each as relative L2 distance. `gate` is
+the mean of -g: 0.05 is a gate as models have it, whose state lasts for 20 tokens; 1e-5 a state of 100,000 tokens; 0 one
+that never decays. Beside ours `transformers`, the gated delta rule of Qwen3-Next on PyTorch in f32 on the same data.
 
 Exit status: 0; 1 if something failed; 2 for wrong usage.
 """
