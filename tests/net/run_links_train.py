@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """run_links_train.py TRAIN [MPIRUN TRAIN_MPI] -- the trainer on two machines, which are network namespaces (run_links.py)
 
-Over TCP, and over Open MPI where it is there. Over a link with a delay, which under TCP also loses packets, the losses are
-those of threads, bit for bit. A link that is cut at a random instant of training and saving ends every rank on both sides
-within the deadline and a second, both say which ranks are missing, and what is saved is whole. A link that is cut while
-ranks meet over TCP ends them within two deadlines and a second.
+Over TCP, and over Open MPI where it is there. Over a link with a delay, which under TCP also loses packets, the losses
+are those of threads, bit for bit. A link that is cut at a random instant of training and saving ends every rank on both
+sides within the deadline and a second, both say which ranks are missing, and what is saved is whole. A link that is cut
+while ranks meet over TCP ends them within two deadlines and a second.
 """
 
 import os
