@@ -92,12 +92,15 @@ def check_format(report, top, names):
     else:
         print(f'left out: the layout of C files, as clang-format {FORMAT_RELEASE} is not installed')
         return
-    for name in names:
-        run = subprocess.run([program, '--dry-run', '--Werror', '--style=file', name], cwd=top, capture_output=True,
-                             text=True, check=False)
-        if run.returncode != 0:
-            where = re.search(r':(\d+):\d+: ', run.stderr)
-            report(name, int(where.group(1)) if where else 1, 'not as clang-format leaves it')
+    run = subprocess.run([program, '--dry-run', '--Werror', '--style=file', *names], cwd=top, capture_output=True, text=True,
+                         check=False)
+    wrong = {}  # the first place of each file
+    for name, number in re.findall(r'^(\S+?):(\d+):\d+: ', run.stderr, re.M):
+        wrong.setdefault(name, int(number))
+    for name, number in wrong.items():
+        report(name, number, 'not as clang-format leaves it')
+    if run.returncode != 0 and not wrong:
+        report(program, 1, run.stderr)
 
 
 def main():
