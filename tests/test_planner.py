@@ -155,6 +155,15 @@ def small_cards():
     update()
 
 
+def presets():
+    """Every model that has a name is planned for a GPU."""
+    known = run(PLAN, '--model', 'nosuch', '--tokens', '64k')[1].split('one of ')[1].split(' (')[0].split(', ')
+    check({'llama3-8b', 'gemma3-1b', 'gemma2-9b'} <= set(known), f'only {known}')
+    for name in known:
+        got, said, numbers = run(PLAN, '--model', name, '--machine', 'h100x8', '--ranks', '1', '--tokens', '8k')
+        check(got in (0, 3) and numbers['gpu_bytes'] > 0, f'{name}: {got}: {said[-200:]}')
+
+
 def update():
     """The CPU's update takes as long as the host's memory, and no less than the link, which runs beside it."""
     config = {**SMALL, 'hidden_size': 512, 'tie_word_embeddings': True}
@@ -511,6 +520,6 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, small_cards, same_bytes, accumulated, numbers, documents, linear, refusals, paths, others, pictures:
+    for test in paper, presets, small_cards, same_bytes, accumulated, numbers, documents, linear, refusals, paths, others, pictures:
         test()
 sys.exit(end('planner'))

@@ -252,7 +252,7 @@ UPIPE_API upipe_status upi_dry_guard(void *user, size_t bytes, int use, const ch
     return UPIPE_OK;
 }
 
-/* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table
+/* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table, which may have no others
  *   plan    NULL: a rank alone
  *   errors  UNSUPPORTED for more than UPIPE_DRY_RANKS_MAX ranks
  */
@@ -291,8 +291,9 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ops.scale = upi_dry_scale;
     dry->ops.swiglu = upi_dry_swiglu;
     dry->ops.swiglu_bwd = upi_dry_swiglu;
-    if (ops->geglu != NULL) dry->ops.geglu = upi_dry_swiglu;
-    if (ops->geglu_bwd != NULL) dry->ops.geglu_bwd = upi_dry_swiglu;
+    /* a table of sizes alone does not say what the whole one lacks */
+    if (ops->swiglu == NULL || ops->geglu != NULL) dry->ops.geglu = upi_dry_swiglu;
+    if (ops->swiglu == NULL || ops->geglu_bwd != NULL) dry->ops.geglu_bwd = upi_dry_swiglu;
     dry->ops.cross_entropy = upi_dry_cross_entropy;
     dry->ops.embed = upi_dry_embed;
     dry->ops.embed_bwd = upi_dry_embed;
