@@ -181,6 +181,33 @@ static void test_pass(void)
 
 /* ---- refusals ---- */
 
+static size_t no_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass)
+{
+    (void)ops, (void)a, (void)pass;
+    return 0;
+}
+
+static upipe_status no_scratch(upipe_ctx *c, const upipe_linear *a)
+{
+    (void)c;
+    CHECK(a->work == NULL);
+    return UPIPE_OK;
+}
+
+/* Rules that say 0 bytes of a call, as those of CUDA do of one without tokens, take none. */
+static void test_no_scratch(upipe_ctx *c)
+{
+    const upipe_linear_ops none = {.name = "none", .fwd = no_scratch, .bytes = no_bytes};
+    test_rng r = {37};
+    linear x = {.n = 9, .key_heads = 1, .heads = 2, .key_dim = 8, .value_dim = 16, .delta = 1};
+    upipe_linear_grad g;
+    draw(&x, &r, 0.05);
+    g = call_of(&x, 0, 0, 0);
+    g.a.state = x.state, g.a.out = x.end;
+    CHECK_STATUS(upipe_linear_fwd(c, &none, &g.a), UPIPE_OK, c->err);
+    buffers_free(0);
+}
+
 static void test_refusals(upipe_ctx *c)
 {
     test_rng r = {31};
@@ -235,5 +262,6 @@ int main(void)
     test_threads(&c, &ops);
     test_pass();
     TEST(test_refusals(&c));
+    TEST(test_no_scratch(&c));
     return test_end("linear");
 }

@@ -673,7 +673,7 @@ static void test_refusals(void)
     test_rng r = {23};
     layer a = {
         .n = 6, .model = 4, .heads = 2, .key_heads = 1, .key_dim = 3, .value_dim = 5, .taps = 4, .chunk = 4};
-    const int64_t down[] = {3, 1};
+    const int64_t down[] = {3, 1}, documents[] = {0, 3, 6};
     upipe_comm_self_state alone;
     upipe_comm self;
     upipe_mem mem;
@@ -728,7 +728,9 @@ static void test_refusals(void)
     CHECK_STATUS(FWD(q), UPIPE_OK, c.err);
     q.l.chunk = 5;
     CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
-    q.l.chunk = 4, q.l.first = 6;
+    q.l.chunk = 4, q.l.borders = (upipe_borders){documents, 2};
+    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
+    q.l.borders = p.l.borders, q.l.first = 6;
     CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
     q.l.first = 0, q.l.plan = &longer;
     q.x.n = q.dx.n = q.dy.n = 7; /* which nothing reads */
@@ -762,6 +764,29 @@ static upipe_status differing_body(void *user, int rank)
     return UPIPE_OK;
 }
 
+/* One rank goes forward, the other one back. */
+static upipe_status crossing_body(void *user, int rank)
+{
+    layer *a = (layer *)user;
+    upipe_mem mem;
+    upipe_ctx c = {.team = upipe_threads_comm(&a->team, rank)};
+    part p = {0};
+    upipe_fields f;
+    upipe_status s;
+    context_pool(&c, &mem, &a->ops, 1 << 20, 64);
+    UPIPE_TRY(part_init(a, rank, 0, &p, &c.err));
+    part_weights(a, &p, 1);
+    part_rows(a, &p);
+    f = upi_lin_fields(&p.l);
+    p.saved.given = rank > 0 ? upi_lin_given(&p.l, &f) : 0;
+    s = rank > 0 ? upipe_linear_layer_bwd(&c, c.team, &p.l, p.dx, &p.grads, &p.saved, p.dy, p.x, NULL)
+                 : upipe_linear_layer_fwd(&c, c.team, &p.l, &p.saved, p.y, p.x, NULL);
+    CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c.err, "its direction (1: backward) is 0 on rank 0 and 1 on rank 1");
+    CHECK_INT(mem.live, 0);
+    upipe_mem_destroy(&mem, NULL);
+    return UPIPE_OK;
+}
+
 static void test_differing(void)
 {
     test_rng r = {29};
@@ -772,6 +797,9 @@ static void test_differing(void)
     a.ranks = 2;
     CHECK_STATUS(upipe_threads_init(&a.team, 2, 20, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_run(&a.team, differing_body, &a, NULL, &e), UPIPE_OK, e);
+    upipe_threads_free(&a.team);
+    CHECK_STATUS(upipe_threads_init(&a.team, 2, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_run(&a.team, crossing_body, &a, NULL, &e), UPIPE_OK, e);
     upipe_threads_free(&a.team);
     buffers_free(0);
 }

@@ -465,6 +465,23 @@ static upipe_status differing_body(void *user, int rank)
     return UPIPE_OK;
 }
 
+/* One rank goes forward, the other one back. */
+static upipe_status crossing_body(void *user, int rank)
+{
+    world *w = (world *)user;
+    upipe_mem mem;
+    upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
+    float *states = floats(SIZE * HEADS_MAX);
+    part p;
+    context_pool(&c, &mem, &w->ops, 1 << 16, 8);
+    UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
+    CHECK_REFUSED(rank > 0 ? upipe_scan_bwd(&c, c.team, &p.scan, states, NULL)
+                           : upipe_scan_fwd(&c, c.team, &p.scan, states, NULL),
+                  UPIPE_ERR_MISMATCH, c.err, "its direction (1: backward) is 0 on rank 0 and 1 on rank 1");
+    upipe_mem_destroy(&mem, NULL);
+    return UPIPE_OK;
+}
+
 int main(void)
 {
     world *w = (world *)calloc(1, sizeof *w);
@@ -474,6 +491,7 @@ int main(void)
     TEST(test_refusals(w));
     w->ranks = 2;
     run(w, 20, differing_body, NULL);
+    run(w, 20, crossing_body, NULL);
     free(w);
     return test_end("scan");
 }

@@ -41,8 +41,10 @@ enum { UPIPE_LINEAR_CHUNK = 64, UPIPE_LINEAR_CHUNK_MAX = 256, UPIPE_LINEAR_DIM_M
  *   state       f32 [heads][key_dim][value_dim]: before the first token
  *   out         likewise, written: behind the last one. May be state
  *   pos         position of row 0 among the borders, >= 0: chunks are counted from position 0
- *   chunk       tokens of a chunk at most; 0 = 64
+ *   borders     of packed documents, in host memory
+ *   chunk       tokens of a chunk, at most 256; 0 = 64
  *   scale       0 = 1/sqrt(key_dim)
+ *   work        work_bytes of scratch, at least upipe_linear_bytes, at a multiple of 64; not accessed where that is 0
  */
 typedef struct upipe_linear {
     upipe_view q, k, v, o, g, beta;
@@ -161,6 +163,7 @@ UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, upipe_linear *a)
 
 UPIPE_API upipe_status upi_linear_check_work(upipe_ctx *c, const upipe_linear *a, size_t need)
 {
+    if (need == 0) return UPIPE_OK;
     if (a->work_bytes >= need && a->work != NULL && (uintptr_t)a->work % 64 == 0) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG,
                       "linear attention: %zu bytes of scratch at %p; %zu at a multiple of 64 are needed",

@@ -49,6 +49,7 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
 {
     upi_lin_pass p;
     upipe_fields f;
+    uint64_t given;
     upipe_status s;
     int64_t mark;
     if (save != NULL) memset(save, 0, sizeof *save);
@@ -57,11 +58,13 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     if (save == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: save is NULL");
     mark = upipe_mem_mark(c->mem);
     f = upi_lin_fields(l);
+    given = upi_lin_given(l, &f);
+    upipe_field_int(&f, "its direction (1: backward)", 0);
     s = upipe_comm_agree(c, comm, &f);
     upi_lin_begin(&p, l, save, x);
     if (s == UPIPE_OK) s = upi_lin_fwd(c, comm, &p, y, carry);
     if (s == UPIPE_OK) {
-        save->given = upi_lin_given(l, &f);
+        save->given = given;
         return UPIPE_OK;
     }
     memset(save, 0, sizeof *save);
@@ -85,20 +88,23 @@ UPIPE_API upipe_status upipe_linear_layer_bwd(upipe_ctx *c, upipe_comm *comm, co
 {
     upi_lin_pass p;
     upipe_fields f;
+    uint64_t given;
     upipe_status s;
     int64_t mark;
     UPIPE_TRY(upi_lin_check(c, comm, l, x));
     UPIPE_TRY(upi_lin_check_rows(c, l, "dx", dx));
     UPIPE_TRY(upi_lin_check_rows(c, l, "dy", dy));
     f = upi_lin_fields(l);
+    given = upi_lin_given(l, &f);
     if (grads == NULL || dx.data == x.data)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: %s",
                           grads == NULL ? "grads are NULL" : "dx lies over x, which every stage reads");
-    if (save == NULL || save->given != upi_lin_given(l, &f))
+    if (save == NULL || save->given != given)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "linear layer: save is NULL, consumed, or of another layer or plan");
     save->given = 0;
     mark = upipe_mem_mark(c->mem);
+    upipe_field_int(&f, "its direction (1: backward)", 1);
     s = upipe_comm_agree(c, comm, &f);
     upi_lin_begin(&p, l, save, x);
     p.grads = grads;

@@ -54,7 +54,7 @@ UPIPE_API upipe_status upipe_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upip
     if (s->fwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's fwd is NULL");
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, 0, 0, carry != NULL);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, 0, 0, carry != NULL);
     if (status == UPIPE_OK) status = upi_scan_fwd_run(c, &p, states, carry);
     return upi_scan_end(c, status, mark, comm);
 }
@@ -77,7 +77,7 @@ UPIPE_API upipe_status upipe_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upip
     if (s->bwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's bwd is NULL");
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, 0, 0, carry != NULL);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, 0, 0, carry != NULL);
     if (status == UPIPE_OK) status = upi_scan_bwd_run(c, &p, states, carry);
     return upi_scan_end(c, status, mark, comm);
 }
@@ -100,7 +100,7 @@ UPIPE_API upipe_status upipe_scan_halo_fwd(upipe_ctx *c, upipe_comm *comm, const
     UPIPE_TRY(upi_scan_check_halo(c, comm, s, before, x, carry));
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, s->halo, (int64_t)upi_scan_row(x), carry != NULL);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, s->halo, (int64_t)upi_scan_row(x), carry != NULL);
     if (status == UPIPE_OK) status = upi_scan_halo_fwd_run(c, &p, before, x, carry);
     return upi_scan_end(c, status, mark, comm);
 }
@@ -122,7 +122,7 @@ UPIPE_API upipe_status upipe_scan_halo_bwd(upipe_ctx *c, upipe_comm *comm, const
     UPIPE_TRY(upi_scan_check_halo(c, comm, s, dbefore, dx, carry));
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, s->halo, (int64_t)upi_scan_row(dx), carry != NULL);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, s->halo, (int64_t)upi_scan_row(dx), carry != NULL);
     if (status == UPIPE_OK) status = upi_scan_halo_bwd_run(c, &p, dx, dbefore, carry);
     return upi_scan_end(c, status, mark, comm);
 }

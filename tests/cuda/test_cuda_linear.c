@@ -201,6 +201,7 @@ static void check_refusals(device *d)
         CHECK_REFUSED(upipe_linear_bwd(&d->c, &on_device, &t), UPIPE_ERR_##status, d->c.err, words);   \
     } while (0)
     REFUSED(t.a.chunk = 65, UNSUPPORTED, "chunks of 65 tokens; the kernels have at most 64");
+    REFUSED((t.a.chunk = 65, t.a.work = NULL, t.a.work_bytes = 0), UNSUPPORTED, "chunks of 65 tokens");
     REFUSED(t.a.state = x.state, ARG, "the state is memory of the host, not of the device");
     REFUSED(t.a.out = t.dstate = x.end, ARG, "the written state is memory of the host");
     REFUSED(t.a.work = slab_of(t.a.work_bytes), ARG, "the scratch is memory of the host");
@@ -214,6 +215,12 @@ static void check_refusals(device *d)
     t.a.work_bytes = SIZE_MAX;
     CHECK_REFUSED(upipe_linear_fwd(&d->c, &on_device, &t.a), UPIPE_ERR_UNSUPPORTED, d->c.err,
                   "8388608 heads in one call");
+    t = g;
+    for (int i = 0; i < LINEAR_VIEWS; ++i) view_of(&t, i)->n = 0;
+    t.a.work = NULL, t.a.work_bytes = 0;
+    CHECK_INT(upipe_linear_bytes(&d->c, &on_device, &t.a, UPIPE_LINEAR_BWD), 0);
+    CHECK_STATUS(upipe_linear_fwd(&d->c, &on_device, &t.a), UPIPE_OK, d->c.err);
+    CHECK_STATUS(upipe_linear_bwd(&d->c, &on_device, &t), UPIPE_OK, d->c.err);
     t.a = g.a;
     t.a.chunk = 65;
     CHECK_INT(upipe_linear_bytes(&d->c, &on_device, &t.a, UPIPE_LINEAR_FWD), 0);

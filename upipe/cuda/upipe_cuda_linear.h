@@ -712,6 +712,7 @@ UPIPE_API upipe_status upi_cuda_linear_check(upipe_ctx *c, const upipe_linear *a
 {
     const void *const memory[] = {a->state, written, a->work};
     static const char *const names[] = {"the state", "the written state", "the scratch"};
+    const int n = a->q.n > 0 ? 3 : 2; /* a call without tokens has no scratch */
     int i, pageable;
     if (a->chunk > UPI_CUDA_LINEAR_ROWS)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
@@ -719,7 +720,7 @@ UPIPE_API upipe_status upi_cuda_linear_check(upipe_ctx *c, const upipe_linear *a
                           UPI_CUDA_LINEAR_ROWS);
     if (a->v.h > INT32_MAX / UPI_CUDA_LINEAR_RUN_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear attention: %d heads in one call", a->v.h);
-    for (i = 0; i < 3; ++i) {
+    for (i = 0; i < n; ++i) {
         UPIPE_TRY(upi_cuda_pageable(c, memory[i], &pageable));
         if (pageable)
             return upipe_fail(&c->err, UPIPE_ERR_ARG,

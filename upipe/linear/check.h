@@ -53,7 +53,7 @@ UPIPE_API upipe_status upi_lin_check_rows(upipe_ctx *c, const upipe_linear_layer
                       upipe_dtype_name(p->desc.dtype), (long long)p->local, (long long)p->desc.model_dim);
 }
 
-/* What all ranks must agree on, beside what the pass compares. */
+/* What all ranks must agree on, beside the direction and what the pass compares. */
 UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
 {
     upipe_fields f;
@@ -74,7 +74,9 @@ UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
 /* What a backward compares with its forward. */
 UPIPE_API uint64_t upi_lin_given(const upipe_linear_layer *l, const upipe_fields *f)
 {
-    const uint64_t hash = upipe_hash_bytes(f->hash, &l->plan->seal, sizeof l->plan->seal);
+    const size_t borders = l->borders.cu_seqlens != NULL ? (size_t)(l->borders.cu_seqlens_n + 1) : 0;
+    uint64_t hash = upipe_hash_bytes(f->hash, &l->plan->seal, sizeof l->plan->seal);
+    hash = upipe_hash_bytes(hash, l->borders.cu_seqlens, borders * sizeof *l->borders.cu_seqlens);
     return upipe_hash_bytes(hash, &l->first, sizeof l->first);
 }
 

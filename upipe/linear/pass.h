@@ -189,7 +189,7 @@ UPIPE_API upipe_status upi_lin_add_x(upipe_ctx *c, const upi_lin_pass *p, const 
     heads.data = upipe_view_at(heads, 0, first);
     heads.h = n;
     heads = upi_lin_flat(heads);
-    row += first * heads.d / n;
+    row += (int64_t)first * (heads.d / n);
     return upi_lin_gemm(c, s, p->dx, heads, upi_lin_weight(p->l, w, p->l->plan->desc.dtype, row, heads.d),
                         UPIPE_GEMM_ACCUMULATE);
 }

@@ -15,10 +15,10 @@ enum { UPIPE_LINEAR_TILE_ROWS = 256 };
  *   rules       with all entries
  *   heads key_heads key_dim value_dim  heads of v and o, a multiple of those of q and k; head h reads key head
  *               h / (heads / key_heads)
- *   taps        of the convolution, at least 2
- *   chunk       of the rule; 0 = 64
+ *   taps        of the convolution, 2 to 8
+ *   chunk       tokens of a chunk of the rule; 0 = 64
  *   stage_keys  key heads of a stage; 0 = all
- *   tile_rows   rows of a tile of z and y; 0 = 256
+ *   tile_rows   rows of a tile of z and y, a multiple of 64; 0 = 256
  *   w_qkv w_z w_b w_a w_out  [2 key_heads key_dim + heads value_dim][D], q, k and v one below the other;
  *               [heads value_dim][D]; [heads][D] twice; [D][heads value_dim]: the plan's type
  *   conv        f32 [rows of w_qkv][taps], the own token's last
@@ -43,7 +43,7 @@ typedef struct upipe_linear_layer_grads {
 } upipe_linear_layer_grads;
 
 /* upipe_linear_saved -- what a forward leaves for the backward, in the pool
- *   given   a hash of the layer's numbers and the plan; 0: there was no forward
+ *   given   a hash of the layer's numbers, the plan and the borders; 0: there was no forward
  *   o       [n][heads][value_dim], the plan's type: what the rule has made
  *   states  as a scan has them, before this rank's first token
  */

@@ -79,8 +79,10 @@ UPIPE_API upipe_status upi_scan_check_halo(upipe_ctx *c, const upipe_comm *comm,
     return carry != NULL ? upi_scan_check_rows(c, "the carry", *carry, s->halo, x) : UPIPE_OK;
 }
 
-/* Compares a call with all ranks. */
-UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int halo,
+enum { UPI_SCAN_FWD, UPI_SCAN_BWD }; /* what a call is */
+
+/* Compares a call, and which it is, with all ranks. */
+UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int call, int halo,
                                       int64_t row_bytes, int carried)
 {
     const upipe_borders *b = &s->borders;
@@ -88,6 +90,7 @@ UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upip
     upipe_fields f;
     f.n = 0;
     upipe_field_int(&f, "tokens of the scan", s->plan->desc.tokens);
+    upipe_field_int(&f, "its direction (1: backward)", call);
     upipe_field_int(&f, "its ranks in a ring", s->plan->desc.ring);
     upipe_field_int(&f, "position of its first token", s->first);
     upipe_field_int(&f, "heads of its state", s->heads);

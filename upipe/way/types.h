@@ -15,7 +15,9 @@ typedef enum upipe_way { UPIPE_WAY_PASS, UPIPE_WAY_SCAN, UPIPE_WAY_HEADS, UPIPE_
 
 /* upipe_linear_attn -- forward. All but the data is the same on all ranks
  *   plan         says which tokens a rank has; contiguous, of one sequence. Its heads and head dims are not read
+ *   rules        of the rank's device, the same ones everywhere
  *   first        position of the plan's first token among the borders; 0, or where a segment begins
+ *   borders      of packed documents, in host memory
  *   q k          [tokens of this rank][key_heads][key_dim]
  *   v o          [tokens of this rank][heads][value_dim]; one storage type. o is written and does not overlap the others
  *   g beta       f32 [tokens of this rank][heads][1]; beta.data NULL: scalar decay
