@@ -181,9 +181,9 @@ static void test_pass(void)
 
 /* ---- refusals ---- */
 
-static size_t no_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass)
+static size_t no_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass of)
 {
-    (void)ops, (void)a, (void)pass;
+    (void)ops, (void)a, (void)of;
     return 0;
 }
 

@@ -419,12 +419,13 @@ static upipe_status failing_rule(upipe_ctx *c, const upipe_linear *a)
     return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the rule fails");
 }
 
-enum { FAULT_RULE, FAULT_WAY, FAULT_POOL, FAULTS };
+enum { FAULT_RULE, FAULT_WAY, FAULT_POOL, FAULT_NONE, FAULTS };
 
-static const char *const fault_words[FAULTS] = {"the rule fails", "way of linear attention is ",
-                                                "do not fit"};
+static const char *const fault_words[FAULTS] = {"the rule fails", "way of linear attention is ", "do not fit",
+                                                ""};
 
-/* One rank's call differs, its rule fails, or its pool is too small: all are told, and none waits for the deadline. */
+/* One rank's call differs, its rule fails, or its pool is too small: all are told, and none waits for the deadline. One that
+ * says the number of all heads where others say 0 makes the same call. */
 static upipe_status failing_body(void *user, int rank)
 {
     world *w = (world *)user;
@@ -440,6 +441,7 @@ static upipe_status failing_body(void *user, int rank)
     UPIPE_TRY(part_of(w, rank, 0, &plan, &g, &c.err));
     broken.fwd = failing_rule;
     if (rank == 2 && w->fault == FAULT_RULE) g.a.rules = &broken;
+    if (rank == 2 && w->fault == FAULT_NONE) g.a.stage_heads = g.a.v.h;
     if (rank == 2 && w->fault == FAULT_WAY) g.a.way = (upipe_way)((w->way + 1) % UPIPE_WAYS);
     s = upipe_linear_attn_fwd(&c, c.team, &g.a, states, NULL);
     w->seconds[rank] = test_seconds() - began;
@@ -464,7 +466,8 @@ static void test_released(void)
             CHECK_STATUS(upipe_threads_init(&w.team, 4, 60, &e), UPIPE_OK, e);
             upipe_threads_run(&w.team, failing_body, &w, statuses, &e);
             for (int rank = 0; rank < 4; ++rank) {
-                CHECK_SAY(statuses[rank] != UPIPE_OK, "rank %d knows of no failure", rank);
+                CHECK_SAY((statuses[rank] == UPIPE_OK) == (fault == FAULT_NONE), "rank %d, fault %d: status %d",
+                          rank, fault, (int)statuses[rank]);
                 CHECK_SAY(w.seconds[rank] < 30, "rank %d waited for %g s", rank, w.seconds[rank]);
             }
             upipe_threads_free(&w.team);

@@ -76,6 +76,7 @@ UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe
                                      const upipe_linear *call, upipe_linear_pass pass, int carried)
 {
     const upipe_borders *b = &a->borders;
+    const upipe_scan stages = upi_way_scan(a);
     const size_t borders = b->cu_seqlens != NULL ? (size_t)(b->cu_seqlens_n + 1) : 0;
     upipe_fields f;
     f.n = 0;
@@ -90,7 +91,7 @@ UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe
     upipe_field_int(&f, "value_dim", a->v.d);
     upipe_field_int(&f, "data type", a->q.dtype);
     upipe_field_int(&f, "beta (0: scalar decay)", a->beta.data != NULL);
-    upipe_field_int(&f, "stage_heads", a->stage_heads);
+    upipe_field_int(&f, "stage_heads", upi_scan_stage_heads(&stages));
     upipe_field_int(&f, "tokens of a chunk", call->chunk);
     upipe_field_real(&f, "scale", (double)call->scale);
     upipe_field_int(&f, "carry", carried);

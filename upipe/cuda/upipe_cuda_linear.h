@@ -823,8 +823,8 @@ UPIPE_API upipe_status upi_cuda_linear_bwd(upipe_ctx *c, const upipe_linear_grad
     return g->a.beta.data != NULL ? upi_cuda_linear_bwd_of<1>(c, g) : upi_cuda_linear_bwd_of<0>(c, g);
 }
 
-/* upipe_cuda_linear -- fills every entry of the rules. Their calls take a context with the CUDA table, whose program has
- * code for the device (upipe_cuda_ops) */
+/* upipe_cuda_linear -- fills the rules; a layer's convolution and gates stay NULL. Their calls take a context with the
+ * CUDA table, whose program has code for the device (upipe_cuda_ops) */
 UPIPE_API void upipe_cuda_linear(upipe_linear_ops *rules)
 {
     upipe_cuda_plan_linear(rules);
