@@ -466,8 +466,8 @@ static void test_released(void)
             CHECK_STATUS(upipe_threads_init(&w.team, 4, 60, &e), UPIPE_OK, e);
             upipe_threads_run(&w.team, failing_body, &w, statuses, &e);
             for (int rank = 0; rank < 4; ++rank) {
-                CHECK_SAY((statuses[rank] == UPIPE_OK) == (fault == FAULT_NONE), "rank %d, fault %d: status %d",
-                          rank, fault, (int)statuses[rank]);
+                CHECK_SAY((statuses[rank] == UPIPE_OK) == (fault == FAULT_NONE),
+                          "rank %d, fault %d: status %d", rank, fault, (int)statuses[rank]);
                 CHECK_SAY(w.seconds[rank] < 30, "rank %d waited for %g s", rank, w.seconds[rank]);
             }
             upipe_threads_free(&w.team);
