@@ -75,9 +75,7 @@ UPIPE_API upipe_status upi_way_check(upipe_ctx *c, const upipe_comm *comm, const
 UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn *a,
                                      const upipe_linear *call, upipe_linear_pass pass, int carried)
 {
-    const upipe_borders *b = &a->borders;
     const upipe_scan stages = upi_way_scan(a);
-    const size_t borders = b->cu_seqlens != NULL ? (size_t)(b->cu_seqlens_n + 1) : 0;
     upipe_fields f;
     f.n = 0;
     upipe_field_int(&f, "way of linear attention", a->way);
@@ -95,10 +93,8 @@ UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe
     upipe_field_int(&f, "tokens of a chunk", call->chunk);
     upipe_field_real(&f, "scale", (double)call->scale);
     upipe_field_int(&f, "carry", carried);
-    upipe_field_int(&f, "cu_seqlens_n", b->cu_seqlens_n);
-    upipe_field_int(
-        &f, "cu_seqlens (hash)",
-        (int64_t)(upipe_hash_bytes(UPIPE_HASH, b->cu_seqlens, borders * sizeof *b->cu_seqlens) >> 1));
+    upipe_field_int(&f, "cu_seqlens_n", a->borders.cu_seqlens_n);
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &a->borders) >> 1));
     return upipe_comm_agree(c, comm, &f);
 }
 

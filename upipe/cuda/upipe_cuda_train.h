@@ -96,44 +96,49 @@ void upi_gated_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span 
          ? UPI_LAUNCH(c, (kernel<UPI_ALL_BF16, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__)                   \
          : UPI_LAUNCH(c, (kernel<UPI_MIXED, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__))
 
-UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+template <int GELU>
+UPIPE_API upipe_status upi_cuda_gated(upipe_ctx *c, const char *name, upipe_view y, upipe_view gate,
+                                      upipe_view up)
 {
     const upipe_view v[3] = {y, gate, up};
     upi_span s;
-    UPIPE_TRY(upipe_check_gated(c, "swiglu", y, gate, up));
+    UPIPE_TRY(upipe_check_gated(c, name, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, 0, upi_span_grid(c, s), y, gate, up, s);
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, GELU, upi_span_grid(c, s), y, gate, up, s);
+}
+
+template <int GELU>
+UPIPE_API upipe_status upi_cuda_gated_bwd(upipe_ctx *c, const char *name, upipe_view gate, upipe_view up,
+                                          upipe_view dy)
+{
+    const upipe_view v[3] = {dy, gate, up};
+    upi_span s;
+    UPIPE_TRY(upipe_check_gated_bwd(c, name, gate, up, dy));
+    if (dy.n == 0) return UPIPE_OK;
+    s = upi_span_of(v, 3, 1);
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, GELU, upi_span_grid(c, s), gate, up, dy,
+                            s);
+}
+
+UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    return upi_cuda_gated<0>(c, "swiglu", y, gate, up);
 }
 
 UPIPE_API upipe_status upi_cuda_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    const upipe_view v[3] = {dy, gate, up};
-    upi_span s;
-    UPIPE_TRY(upipe_check_gated_bwd(c, "swiglu_bwd", gate, up, dy));
-    if (dy.n == 0) return UPIPE_OK;
-    s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, 0, upi_span_grid(c, s), gate, up, dy, s);
+    return upi_cuda_gated_bwd<0>(c, "swiglu_bwd", gate, up, dy);
 }
 
 UPIPE_API upipe_status upi_cuda_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
-    const upipe_view v[3] = {y, gate, up};
-    upi_span s;
-    UPIPE_TRY(upipe_check_gated(c, "geglu", y, gate, up));
-    if (y.n == 0) return UPIPE_OK;
-    s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, 1, upi_span_grid(c, s), y, gate, up, s);
+    return upi_cuda_gated<1>(c, "geglu", y, gate, up);
 }
 
 UPIPE_API upipe_status upi_cuda_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    const upipe_view v[3] = {dy, gate, up};
-    upi_span s;
-    UPIPE_TRY(upipe_check_gated_bwd(c, "geglu_bwd", gate, up, dy));
-    if (dy.n == 0) return UPIPE_OK;
-    s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, 1, upi_span_grid(c, s), gate, up, dy, s);
+    return upi_cuda_gated_bwd<1>(c, "geglu_bwd", gate, up, dy);
 }
 
 /* ---- cross entropy ---- */

@@ -74,9 +74,8 @@ UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
 /* What a backward compares with its forward. */
 UPIPE_API uint64_t upi_lin_given(const upipe_linear_layer *l, const upipe_fields *f)
 {
-    const size_t borders = l->borders.cu_seqlens != NULL ? (size_t)(l->borders.cu_seqlens_n + 1) : 0;
     uint64_t hash = upipe_hash_bytes(f->hash, &l->plan->seal, sizeof l->plan->seal);
-    hash = upipe_hash_bytes(hash, l->borders.cu_seqlens, borders * sizeof *l->borders.cu_seqlens);
+    hash = upi_scan_hash(hash, &l->borders);
     return upipe_hash_bytes(hash, &l->first, sizeof l->first);
 }
 

@@ -85,8 +85,6 @@ enum { UPI_SCAN_FWD, UPI_SCAN_BWD }; /* what a call is */
 UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int call, int halo,
                                       int64_t row_bytes, int carried)
 {
-    const upipe_borders *b = &s->borders;
-    const size_t borders = b->cu_seqlens != NULL ? (size_t)(b->cu_seqlens_n + 1) : 0;
     upipe_fields f;
     f.n = 0;
     upipe_field_int(&f, "tokens of the scan", s->plan->desc.tokens);
@@ -100,10 +98,8 @@ UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upip
     upipe_field_int(&f, "rows of the halo (0: a pass of the state)", halo);
     upipe_field_int(&f, "bytes of a row", row_bytes);
     upipe_field_int(&f, "carry", carried);
-    upipe_field_int(&f, "cu_seqlens_n", b->cu_seqlens_n);
-    upipe_field_int(
-        &f, "cu_seqlens (hash)",
-        (int64_t)(upipe_hash_bytes(UPIPE_HASH, b->cu_seqlens, borders * sizeof *b->cu_seqlens) >> 1));
+    upipe_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &s->borders) >> 1));
     return upipe_comm_agree(c, comm, &f);
 }
 
