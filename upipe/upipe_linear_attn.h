@@ -168,7 +168,7 @@ UPIPE_API upipe_status upipe_linear_attn_fwd(upipe_ctx *c, upipe_comm *comm, con
 }
 
 /* upipe_linear_attn_bwd -- gradients of q, k, v, g and beta
- *   states  what the forward has written
+ *   states  what the forward of the same way, first and borders has written; which forward it was is not checked
  *   carry   NULL, or on the last rank as large as states: the gradient of the state behind the last token of all, which
  *           becomes that of the state before the first one (where a document begins there it stays as it was). On other
  *           ranks it is not accessed, and NULL where the last rank's is
