@@ -200,6 +200,7 @@ static upipe_status ops_rope(ops_bench *b, int interleaved)
 static upipe_status ops_cross_entropy(ops_bench *b)
 {
     upipe_cross_entropy x;
+    memset(&x, 0, sizeof x);
     x.logits = ops_rows(b, 0, UPIPE_F32);
     x.grad = ops_rows(b, 1, b->dtype);
     x.loss = b->loss;
