@@ -10,11 +10,13 @@ train saves, transformers reads. Where no Python here has both packages the test
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import struct
 import sys
 import tempfile
+from unittest import mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import Ended, check, end, equal, load, needed, other_python, read, run_command, write  # pylint: disable=wrong-import-position
@@ -28,6 +30,8 @@ try:
     if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
         raise ImportError('rope_parameters came with 5')
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+    from wide import in_double
 except ImportError:
     other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
     print('left out: transformers, as no Python here has version 5 of it and PyTorch')
@@ -61,6 +65,12 @@ FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_s
                         'final_logit_softcapping': 3.0}),
             ('SeedOss', {'attention_dropout': 0.0, 'residual_dropout': 0.0, 'pad_token_id': None}),
             ('Ernie4_5', {'pad_token_id': 101})]
+# Layers of linear attention among others, and more of them than the padding's row; alone and in teams whose cuts are no multiples
+# of the rule's chunk.
+LINEAR = ('Qwen3_5Text', {'layer_types': ['linear_attention', 'full_attention', 'linear_attention'], 'linear_num_key_heads': 2,
+                          'linear_num_value_heads': 4, 'linear_key_head_dim': 24, 'linear_value_head_dim': 16,
+                          'tie_word_embeddings': False, 'pad_token_id': 101})
+LINEAR_WAYS = [('--ranks', '1'), ('--ranks', '2', '--method', 'upipe'), ('--ranks', '3', '--method', 'ulysses')]
 # Types of RoPE; 64 tokens are more than those of the training before.
 ROPES = [{'rope_type': 'linear', 'factor': 4.0}, {'rope_type': 'dynamic', 'factor': 2.0},
          {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
@@ -105,6 +115,8 @@ class Angles(torch.nn.Module):
         return one['rope_theta'] ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims) / slower
 
     def forward(self, x, position_ids, layer_type=None):
+        if position_ids.dim() == 3:  # of time, height and width, which of a text are the same
+            position_ids = position_ids[0]
         angles = (position_ids[..., None].double() * self.rates[layer_type]).repeat(1, 1, 2)
         return (angles.cos() * self.factor).to(x.dtype), (angles.sin() * self.factor).to(x.dtype)
 
@@ -131,9 +143,18 @@ def widened(model, rope=None):
     model.model.rotary_emb = Angles(model.config, rope)
     for m in model.modules():
         if type(m).__name__.endswith('RMSNorm'):
-            one, eps = (1, m.eps) if type(m).__name__.startswith('Gemma') else (0, m.variance_epsilon)
+            one, eps = (1, m.eps) if type(m).__name__.startswith(('Gemma', 'Qwen3_5')) else (0, m.variance_epsilon)
             m.forward = lambda x, m=m, one=one, eps=eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (one + m.weight)
+    if type(model).__name__.startswith('Qwen3_5'):
+        model.forward = forward_in_double(model.forward)
     return model
+
+
+def forward_in_double(forward):
+    def widely(*words, **more):
+        with in_double(modeling_qwen3_5):
+            return forward(*words, **more)
+    return widely
 
 
 def run_model(model, ids):
@@ -144,6 +165,16 @@ def run_model(model, ids):
     loss.backward()
     return {'loss': loss.detach(), 'logits': logits.detach(),
             **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def runs_in_f32(model, ids):
+    """run_model; of linear attention also with other chunks and token by token, which round otherwise: the greatest error counts."""
+    runs, rule = [run_model(model, ids)], modeling_qwen3_5.torch_chunk_gated_delta_rule
+    if type(model).__name__.startswith('Qwen3_5'):
+        for other in (functools.partial(rule, chunk_size=32), modeling_qwen3_5.torch_recurrent_gated_delta_rule):
+            with mock.patch.object(modeling_qwen3_5, 'torch_chunk_gated_delta_rule', other):
+                runs.append(run_model(model, ids))
+    return runs
 
 
 def run(program, folder, *words):
@@ -171,8 +202,8 @@ def read_npy(path):
 def compare(what, got, rounded, exact):
     equal(sorted(got), sorted(exact), f'{what}: names')
     for name in got.keys() & exact.keys():
-        off, theirs, most = ((a - b).abs().max().item() for a, b in (
-            (got[name], exact[name]), (rounded[name], exact[name]), (exact[name], torch.zeros(()))))
+        off, most = ((a - b).abs().max().item() for a, b in ((got[name], exact[name]), (exact[name], torch.zeros(()))))
+        theirs = max((one[name] - exact[name]).abs().max().item() for one in rounded)
         floor = 4 * torch.finfo(torch.float32).eps * most
         check(most > 1e-6 and off <= 2 * theirs + floor,
               f'{what}: {name}, at most {most:.3g}, is off by {off:.3g}, transformers in f32 by {theirs:.3g}')
@@ -200,7 +231,7 @@ def test_model(name, more, ways, ids, folder):
     model = make_model(name, more)
     model_at = f'{name}{len(more)}'
     model.save_pretrained(os.path.join(folder, model_at))
-    exact, rounded = run_model(widened(model), ids), run_model(model, ids)
+    exact, rounded = run_model(widened(model), ids), runs_in_f32(model, ids)
     for number, way in enumerate(ways):
         what, save = f'{name} {" ".join(way)}', f'{model_at}-{number}'
         numbers = run_train(folder, way, '--load', model_at, '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', save)
@@ -208,7 +239,7 @@ def test_model(name, more, ways, ids, folder):
         path = os.path.join(folder, save, 'checkpoint-1')
         compare(what, got_of(path, numbers, folder), rounded, exact)
         loss = run_model(read_again(path, name, dict(model.named_parameters()), what), ids)['loss']
-        check(abs(loss - rounded['loss']) < 1e-6, f'{what}: saved, the loss is {loss}, not {rounded["loss"]}')
+        check(abs(loss - rounded[0]['loss']) < 1e-6, f'{what}: saved, the loss is {loss}, not {rounded[0]["loss"]}')
 
 
 def check_rates(config, rope, what):
@@ -229,7 +260,7 @@ def test_rope(number, rope, ids, folder):
     check_rates(model.config, numbers['rope'], what)
     run(LOGITS, folder, '--load', save + 'from', '--ids', 'ids.npy', '--out', 'out.npy', *way)
     path = os.path.join(folder, save, 'checkpoint-1')
-    compare(what, got_of(path, numbers, folder), run_model(model, ids), run_model(widened(model, numbers['rope']), ids))
+    compare(what, got_of(path, numbers, folder), [run_model(model, ids)], run_model(widened(model, numbers['rope']), ids))
     check_rates(read_again(path, 'Llama', dict(model.named_parameters()), what).config, numbers['rope'], f'{what}, saved')
 
 
@@ -280,7 +311,7 @@ def window_losses(model, ids, ends, first):
 def adamw_losses(exact, steps, loss_of):
     """Those of so many steps of AdamW."""
     groups = [{'params': [p for p in exact.parameters() if p.dim() == 2], 'weight_decay': DECAY},
-              {'params': [p for p in exact.parameters() if p.dim() < 2], 'weight_decay': 0}]
+              {'params': [p for p in exact.parameters() if p.dim() != 2], 'weight_decay': 0}]
     adamw, losses = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS), []
     for step in range(steps):
         exact.zero_grad()

@@ -79,6 +79,19 @@ UPIPE_API uint64_t upi_lin_given(const upipe_linear_layer *l, const upipe_fields
     return upipe_hash_bytes(hash, &l->first, sizeof l->first);
 }
 
+/* Whether a forward of this layer has saved it. */
+UPIPE_API int upi_lin_is_of(const upipe_linear_layer *l, const upipe_linear_saved *save)
+{
+    const upipe_fields f = upi_lin_fields(l);
+    return save->given == upi_lin_given(l, &f);
+}
+
+UPIPE_API upipe_status upi_lin_refuse_save(upipe_ctx *c)
+{
+    return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                      "linear layer: save is NULL, consumed, or of another layer or plan");
+}
+
 /* A layer and x. */
 UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const upipe_linear_layer *l,
                                      upipe_view x)
