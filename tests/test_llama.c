@@ -418,8 +418,8 @@ static test_rng stream_of(const char *before, const char *name)
 static void draw_tensor(const llama_tensor *t, float *out)
 {
     test_rng r = stream_of("", t->name);
-    const int norm = t->is_vector && !llama_is_bias(t->kind);
-    const double scale = norm || !(t->is_vector || t->kind == LLAMA_EMBED) ? 0.25 : 0.5;
+    const int norm = llama_is_norm(t->kind) || t->kind == LLAMA_LINEAR_NORM;
+    const double scale = llama_is_bias(t->kind) || t->kind == LLAMA_EMBED ? 0.5 : 0.25;
     for (int64_t i = 0; i < t->n; ++i)
         out[i] = (float)(norm + scale * ((double)(test_u64(&r) >> 53) / 1024 - 1));
 }

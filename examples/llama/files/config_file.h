@@ -525,8 +525,9 @@ static inline int llama_config_linear(llama_config *c, const json_t *root, const
     if (plain != NULL && !(json_is_array(plain) && json_array_size(plain) == 0))
         return llama_config_fail(err, path, "mlp_only_layers is no empty list");
     if (c->linear_heads % c->linear_key_heads != 0)
-        return llama_config_fail(err, path, "%d heads of linear attention do not divide among %d key heads",
-                                 c->linear_heads, c->linear_key_heads);
+        return llama_config_fail(
+            err, path, "%" PRId64 " heads of linear attention do not divide among %" PRId64 " key heads",
+            c->linear_heads, c->linear_key_heads);
     for (i = 0; i < c->layers; ++i) {
         one = json_array_get(types, (size_t)i);
         linear = one != NULL ? json_is_string(one) && strcmp(json_string_value(one), "linear_attention") == 0

@@ -55,7 +55,7 @@ typedef struct llama_config {
     int64_t rope_positions; /* max_position_embeddings, where the rates depend on it */
     double rope_short[LLAMA_ROPE_PAIRS], rope_long[LLAMA_ROPE_PAIRS];
     /* Of linear attention, where a layer has it: heads of v, and of q and k; their dimensions; rows of the convolution */
-    int linear_heads, linear_key_heads, linear_key_dim, linear_value_dim, linear_taps;
+    int64_t linear_heads, linear_key_heads, linear_key_dim, linear_value_dim, linear_taps;
     unsigned char by_layer[LLAMA_LAYERS_MAX]; /* bits */
 } llama_config;
 #define AT(member) offsetof(llama_config, member)
@@ -84,11 +84,11 @@ static const field llama_fields[] = {
     {"attn_logit_softcapping", "attention-softcap", FLAG_REAL, AT(attention_cap), 0, 0, 0, 0},
     {"final_logit_softcapping", "logit-softcap", FLAG_REAL, AT(logit_cap), 0, 0, 0, 0},
     {"rope_local_base_freq", "rope-local", FLAG_REAL, AT(rope_local), 0, 0, 0, 0},
-    {"linear_num_value_heads", "linear-heads", FLAG_INT, AT(linear_heads), 0, 0, 0, 0},
-    {"linear_num_key_heads", "linear-key-heads", FLAG_INT, AT(linear_key_heads), 0, 0, 0, 0},
-    {"linear_key_head_dim", "linear-key-dim", FLAG_INT, AT(linear_key_dim), 0, 0, 0, 0},
-    {"linear_value_head_dim", "linear-value-dim", FLAG_INT, AT(linear_value_dim), 0, 0, 0, 0},
-    {"linear_conv_kernel_dim", "linear-taps", FLAG_INT, AT(linear_taps), 0, 0, 0, 0},
+    {"linear_num_value_heads", "linear-heads", FLAG_WHOLE, AT(linear_heads), 0, 0, 0, 0},
+    {"linear_num_key_heads", "linear-key-heads", FLAG_WHOLE, AT(linear_key_heads), 0, 0, 0, 0},
+    {"linear_key_head_dim", "linear-key-dim", FLAG_WHOLE, AT(linear_key_dim), 0, 0, 0, 0},
+    {"linear_value_head_dim", "linear-value-dim", FLAG_WHOLE, AT(linear_value_dim), 0, 0, 0, 0},
+    {"linear_conv_kernel_dim", "linear-taps", FLAG_WHOLE, AT(linear_taps), 0, 0, 0, 0},
     {NULL, "qk-norm", FLAG_SWITCH, AT(qk_norm), 0, 0, 0, 0},
     {NULL, "pad-token-id", FLAG_WHOLE, AT(pad), 0, 0, 0, 0},
     {NULL, "model-type", FLAG_WHOLE, AT(family), 0, 0, 0, 0},

@@ -215,12 +215,12 @@ static const char *const llama_norm_names[][4] = {
 /* Columns of all heads of v, and of the convolution, of linear attention. */
 static inline int64_t llama_linear_values(const llama_config *c)
 {
-    return (int64_t)c->linear_heads * c->linear_value_dim;
+    return c->linear_heads * c->linear_value_dim;
 }
 
 static inline int64_t llama_linear_channels(const llama_config *c)
 {
-    return 2 * (int64_t)c->linear_key_heads * c->linear_key_dim + llama_linear_values(c);
+    return 2 * c->linear_key_heads * c->linear_key_dim + llama_linear_values(c);
 }
 
 /* A layer's matrices of attention. */

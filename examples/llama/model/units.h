@@ -266,11 +266,11 @@ static inline upipe_linear_layer model_linear_layer(const model_rank *r, int64_t
     l.borders.cu_seqlens = r->borders;
     l.borders.cu_seqlens_n = r->borders_n;
     l.rules = &r->m->rules;
-    l.heads = config->linear_heads;
-    l.key_heads = config->linear_key_heads;
-    l.key_dim = config->linear_key_dim;
-    l.value_dim = config->linear_value_dim;
-    l.taps = config->linear_taps;
+    l.heads = (int)config->linear_heads;
+    l.key_heads = (int)config->linear_key_heads;
+    l.key_dim = (int)config->linear_key_dim;
+    l.value_dim = (int)config->linear_value_dim;
+    l.taps = (int)config->linear_taps;
     l.stage_keys = 1;
     l.w_qkv = model_weight(r, LLAMA_LINEAR_QKV, layer);
     l.w_z = model_weight(r, LLAMA_LINEAR_Z, layer);
