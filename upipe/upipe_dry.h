@@ -294,6 +294,8 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     /* a table of sizes alone does not say what the whole one lacks */
     if (ops->swiglu == NULL || ops->geglu != NULL) dry->ops.geglu = upi_dry_swiglu;
     if (ops->swiglu == NULL || ops->geglu_bwd != NULL) dry->ops.geglu_bwd = upi_dry_swiglu;
+    if (ops->swiglu == NULL || ops->glu != NULL) dry->ops.glu = upi_dry_swiglu;
+    if (ops->swiglu == NULL || ops->glu_bwd != NULL) dry->ops.glu_bwd = upi_dry_swiglu;
     dry->ops.cross_entropy = upi_dry_cross_entropy;
     dry->ops.embed = upi_dry_embed;
     dry->ops.embed_bwd = upi_dry_embed;
