@@ -362,8 +362,8 @@ static void staged_open(device *d)
 #define STAGED(entry) staged.ops.entry = staged_##entry
     STAGED(sync), STAGED(copy), STAGED(zero), STAGED(cast), STAGED(gemm), STAGED(gemm_bytes), STAGED(rope);
     STAGED(rmsnorm), STAGED(rmsnorm_bwd), STAGED(bias_bwd), STAGED(rowdot), STAGED(sum), STAGED(add);
-    STAGED(scale), STAGED(swiglu), STAGED(swiglu_bwd), STAGED(geglu), STAGED(geglu_bwd),
-        STAGED(glu), STAGED(glu_bwd), STAGED(cross_entropy);
+    STAGED(scale), STAGED(swiglu), STAGED(swiglu_bwd), STAGED(geglu), STAGED(geglu_bwd), STAGED(glu),
+        STAGED(glu_bwd), STAGED(cross_entropy);
     STAGED(embed), STAGED(embed_bwd), STAGED(total);
     STAGED(adamw), STAGED(attn_fwd), STAGED(attn_bwd), STAGED(attn_bytes);
 #undef STAGED
