@@ -68,6 +68,7 @@ typedef struct run_state {
     upipe_ops ops;
     run_own own[RUN_MAX];
     void *weights[RUN_WEIGHTS]; /* wq wk wv wo in the storage type */
+    void *wg;                   /* likewise, where the output is gated: with the CPU's table alone */
 } run_state;
 
 /* Gradients in the order of every list of them. */
@@ -168,10 +169,11 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     upipe_saved save = {0};
     upipe_slots dout = {0};
     upipe_grads g = {0};
-    upipe_view x, y, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
+    upipe_view x, y = {0}, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)ho);
-    void *data, *at[RUN_GRADS];
+    void *data, *at[RUN_GRADS], *dwg;
+    const int64_t wg_n = block_count(shape, "wg");
     int narrow = s->test->grad_dtype != UPIPE_F32, j = 0;
     for (int k = 0; k < RUN_GRADS; ++k) {
         const size_t n = (size_t)block_count(shape, run_grads[k]);
@@ -179,6 +181,7 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
                 : k < RUN_WEIGHTS || n > 0 ? (void *)grads[k]
                                            : NULL;
     }
+    dwg = zeroed((size_t)wg_n * upipe_dtype_bytes(s->test->grad_dtype));
     own->host = host;
 #define RUN_GRAD(name) g.name = at[j++];
     RUN_GRADIENTS(RUN_GRAD)
@@ -195,13 +198,15 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     if (shape->projected) {
         UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-        UPIPE_TRY(upipe_layer_out_fwd(c, l, y, &save));
+        UPIPE_TRY(shape->gated ? upipe_gated_out_fwd(c, l, s->wg, y, &save, x)
+                               : upipe_layer_out_fwd(c, l, y, &save));
         UPIPE_TRY(c->ops->cast(c, wide, y));
         run_rows(p, s->r->out.y, host, dim, 1);
         run_rows(p, s->in->dy, host, dim, 0);
         UPIPE_TRY(c->ops->cast(c, y, wide));
-        UPIPE_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
-        UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
+        UPIPE_TRY(shape->gated ? upipe_gated_out_bwd(c, l, s->wg, &g, dwg, &save, y, y, x)
+                               : upipe_layer_out_bwd(c, l, &g, &save, y));
+        if (!shape->gated) UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
         UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
         run_rows(p, s->in->dout, host, ho, 0);
@@ -211,6 +216,10 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     UPIPE_TRY(upipe_layer_bwd(c, l, dx, &g, &save, shape->projected ? &save.out : &dout, x));
     UPIPE_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &dout));
     run_rows(p, s->r->out.q, host, hd, 1);
+    if (shape->gated) {
+        UPIPE_TRY(c->ops->add(c, dx, y));
+        UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
+    }
     UPIPE_TRY(c->ops->cast(c, wide, dx));
     run_rows(p, s->r->out.x, host, dim, 1);
 
@@ -241,6 +250,12 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
         /* every rank of the world has tokens of its own */
         UPIPE_TRY(upipe_all_reduce(c, world, grads[j], n));
         if (rank == 0 && n > 0) UPIPE_TRY(c->ops->copy(c, result[j], grads[j], (size_t)n * sizeof(float)));
+    }
+    if (shape->gated) {
+        float *sum = floats(wg_n);
+        for (int64_t i = 0; i < wg_n; ++i) sum[i] = upipe_cpu_get(dwg, s->test->grad_dtype, i);
+        UPIPE_TRY(upipe_all_reduce(c, world, sum, wg_n));
+        if (rank == 0) memcpy(s->r->out.wg, sum, (size_t)wg_n * sizeof *sum);
     }
     return c->ops->sync(c);
 }
@@ -395,8 +410,9 @@ static inline upipe_status run_dry(const run_case *test, const upipe_ops *ops, r
     upipe_status status;
     upipe_dry *dry = dry_begin(&own->plan, ops, &status);
     if (status == UPIPE_OK)
-        status = test->shape.projected ? upipe_dry_block(dry, &own->layer, !test->dx_apart)
-                                       : upipe_dry_layer(dry, &own->layer, !test->dx_apart);
+        status = test->shape.gated       ? upipe_dry_gated_block(dry, &own->layer, !test->dx_apart)
+                 : test->shape.projected ? upipe_dry_block(dry, &own->layer, !test->dx_apart)
+                                         : upipe_dry_layer(dry, &own->layer, !test->dx_apart);
     *err = dry->ctx.err;
     if (status == UPIPE_OK) CHECK_INT(dry->mem.live, 0);
     own->bytes = upipe_dry_bytes(dry);
@@ -425,6 +441,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     *s = (run_state){.test = test, .in = in, .r = r, .ops = cpu_table()};
     if (test->table != NULL) test->table(&s->ops);
     run_weights(shape, in, s->weights);
+    s->wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
     if (ranks > RUN_MAX) abort();
     status =
         grid_init(g, test->ranks, rings, test->ring_first, test->deadline > 0 ? test->deadline : 60, &err);
