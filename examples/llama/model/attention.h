@@ -1,4 +1,4 @@
-/* attention.h -- a layer's attention, of one kind or another: of the whole sequence, or in segments; linear
+/* attention.h -- a layer's attention, of one kind or another: of the whole sequence, or in segments; with a gate; linear
  *
  *     attention a = attention_of(r, layer);
  *     a.x = normed;                            the norm of the stream, a block of a.pool
@@ -41,7 +41,8 @@ struct attention {
     upipe_fpdt_saved offloaded; /* of segments, in the second pool */
     upipe_linear_layer linear;
     upipe_linear_saved linear_saved;
-    upipe_view dx; /* a gradient of normed, which waits for the rest of it */
+    upipe_view
+        dx; /* a gradient of normed, that of the gate or of a linear layer, until normed is not read any more */
 };
 
 /* ---- the whole sequence ---- */
@@ -83,6 +84,29 @@ static inline upipe_status attention_whole_free(attention *a, int kept)
 {
     (void)kept; /* copies are */
     return upipe_saved_free(a->r->c, &a->saved);
+}
+
+/* ---- the whole sequence, its output times a gate of x ---- */
+
+static inline upipe_status attention_gated_out(attention *a, int part, upipe_view *y)
+{
+    (void)part; /* it is the only one */
+    return upipe_gated_out_fwd(a->r->c, &a->f.layer, model_weight(a->r, LLAMA_WG, a->at), *y, &a->saved,
+                               a->x);
+}
+
+static inline upipe_status attention_gated_out_bwd(attention *a, const upipe_grads *grads, upipe_view g)
+{
+    UPIPE_TRY(model_alloc(a->r, &a->dx, UPIPE_USE_OTHER, "attended"));
+    return upipe_gated_out_bwd(a->r->c, &a->f.layer, model_weight(a->r, LLAMA_WG, a->at), grads,
+                               model_grad(a->r, LLAMA_WG, a->at), &a->saved, a->dx, g, a->x);
+}
+
+static inline upipe_status attention_gated_bwd(attention *a, const upipe_grads *grads, upipe_view x)
+{
+    UPIPE_TRY(attention_whole_bwd(a, grads, x));
+    UPIPE_TRY(a->r->c->ops->add(a->r->c, x, a->dx));
+    return model_free_block(a->r, a->dx);
 }
 
 /* ---- segments: all but one of them in the second pool ---- */
@@ -258,13 +282,15 @@ static inline upipe_status attention_linear_free(attention *a, int kept)
 
 /* ---- kinds ---- */
 
-enum { ATTENTION_WHOLE, ATTENTION_SEGMENTS, ATTENTION_LINEAR };
+enum { ATTENTION_WHOLE, ATTENTION_SEGMENTS, ATTENTION_GATED, ATTENTION_LINEAR };
 
 static const attention_kind attention_kinds[] = {
     {attention_whole_fwd, attention_whole_keep, attention_whole_fetch, attention_whole_out,
      attention_whole_out_bwd, attention_whole_bwd, attention_whole_free, 0},
     {attention_segments_fwd, attention_segments_keep, attention_segments_fetch, attention_segments_out,
      attention_segments_out_bwd, attention_segments_bwd, attention_segments_free, 0},
+    {attention_whole_fwd, attention_whole_keep, attention_whole_fetch, attention_gated_out,
+     attention_gated_out_bwd, attention_gated_bwd, attention_whole_free, 1},
     {attention_linear_fwd, attention_linear_keep, attention_linear_fetch, attention_linear_out,
      attention_linear_out_bwd, attention_linear_bwd, attention_linear_free, 1}};
 
@@ -279,6 +305,7 @@ static inline attention attention_of(model_rank *r, int64_t layer)
     a.f = r->m->fpdt;
     a.f.host = r->second;
     a.pool = cut ? r->second : r->c->mem;
+    if (model_tensor(r, LLAMA_WG, layer) != NULL) a.kind = &attention_kinds[ATTENTION_GATED];
     if (llama_is_linear(&r->m->layout->config, layer)) {
         a.kind = &attention_kinds[ATTENTION_LINEAR];
         a.linear = model_linear_layer(r, layer);

@@ -64,11 +64,12 @@ static inline int setting_ranks(const setting *s)
     return s->how.ranks * s->replicas;
 }
 
-/* What layers of linear attention do not have: their state goes from rank to rank of a team, in one sequence. */
+/* What layers of linear attention do not have: their state goes from rank to rank of a team, in one sequence. A family that
+ * has them has a gate of attention's output too, which is built for one part of a sequence. */
 static inline upipe_status setting_linear(const setting *s, upipe_err *e)
 {
     const char *const type = llama_families[s->layout->config.family].type;
-    if (!llama_has_linear(&s->layout->config)) return UPIPE_OK;
+    if (llama_families[s->layout->config.family].windows != LLAMA_WINDOWS_LINEAR) return UPIPE_OK;
     if (s->device != DEVICE_CPU)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                           "--device %s: linear attention, which a %s has, is built for the CPU alone",
