@@ -41,7 +41,7 @@ enum {
     LLAMA_DIM_MAX = 1 << 24,
     FLAG_RANKS_MAX = 256,
     FLAG_CHUNK_MAX = 1 << 24,
-    FLAG_ROWS_MAX = 160
+    FLAG_ROWS_MAX = 192
 };
 
 enum { CHECK_AUTO, CHECK_ON, CHECK_OFF };
