@@ -1,7 +1,7 @@
 /* test_linear_parts -- a layer of linear attention in two calls, and scratch that does not depend on documents
  *
  * A forward that leaves y out, and the output from what it has saved, also in x's place, have the bits of one call; so has
- * the backward behind them. With `room` a pool holds the same bytes whatever the borders are, and no bit is another.
+ * the backward behind them. With `capacity` a pool holds the same bytes whatever the borders are, and no bit is another.
  */
 #include "upipe/cpu/upipe_cpu_linear.h"
 #include "upipe/upipe.h"
@@ -164,31 +164,31 @@ static void test_parts(void)
 }
 
 /* The same bytes for all documents, and the same bits as without. */
-static void test_room(void)
+static void test_capacity(void)
 {
     static const int64_t few[] = {0, 70}, many[] = {1, 2, 3, 40, 41, 90, 91, 92, 93, 149}, down[] = {3, 1};
     static const upipe_borders borders[] = {{NULL, 0}, {few, 1}, {many, 9}};
     static bench q;
     static result one, two;
-    int64_t room[N + 1];
+    int64_t capacity[N + 1];
     size_t peak = 0, least = SIZE_MAX;
     bench_begin(&q);
-    for (int i = 0; i <= N; ++i) room[i] = i;
+    for (int i = 0; i <= N; ++i) capacity[i] = i;
     for (int i = 0; i < 3; ++i) {
         q.l.borders = borders[i];
-        q.l.room = (upipe_borders){NULL, 0};
+        q.l.capacity = (upipe_borders){NULL, 0};
         whole(&q, &one);
         if (q.mem.peak < least) least = q.mem.peak;
         CHECK_INT(q.mem.peak, upipe_linear_layer_bytes(&q.ops, &q.l, 1) + upi_lin_o_bytes(&q.l) +
                                   upipe_linear_layer_state_bytes(&q.l));
-        q.l.room = (upipe_borders){room, 12};
+        q.l.capacity = (upipe_borders){capacity, 12};
         whole(&q, &two);
         CHECK_BYTES(&two, &one, sizeof one);
         if (i > 0) CHECK_INT(q.mem.peak, peak);
         peak = q.mem.peak;
     }
     CHECK(peak > least);
-    q.l.room = (upipe_borders){down, 1};
+    q.l.capacity = (upipe_borders){down, 1};
     CHECK_REFUSED(upipe_linear_layer_fwd(&q.c, &q.self, &q.l, &(upipe_linear_saved){0}, rows_of(one.y),
                                          rows_of(q.x), NULL),
                   UPIPE_ERR_ARG, q.c.err, "packed document 0 is [3, 1)");
@@ -199,6 +199,6 @@ static void test_room(void)
 int main(void)
 {
     test_parts();
-    test_room();
+    test_capacity();
     return test_end("linear_parts");
 }

@@ -8,7 +8,7 @@
 UPIPE_API upipe_status upi_lin_check_shape(upipe_ctx *c, const upipe_linear_layer *l)
 {
     int64_t size, all;
-    UPIPE_TRY(upipe_borders_check(&c->err, &l->room));
+    UPIPE_TRY(upipe_borders_check(&c->err, &l->capacity));
     if (l->heads < 1 || l->key_heads < 1 || l->heads % l->key_heads != 0 || l->stage_keys < 0 ||
         l->tile_rows < 0)
         return upipe_fail(

@@ -60,7 +60,7 @@ typedef struct model {
         borders; /* cu_seqlens that a dry run counts with, of each micro-batch, one behind the other; NULL: none */
     int64_t borders_n; /* of one micro-batch, [borders_n + 1] */
     upipe_borders
-        room; /* of packed documents, for whose chunks linear attention has scratch; NULL: there are none */
+        capacity; /* of packed documents, for whose chunks linear attention has scratch; NULL: there are none */
 } model;
 
 /* One rank. Gradients are there in training alone. */

@@ -265,7 +265,7 @@ static inline upipe_linear_layer model_linear_layer(const model_rank *r, int64_t
     l.plan = &r->m->plan;
     l.borders.cu_seqlens = r->borders;
     l.borders.cu_seqlens_n = r->borders_n;
-    l.room = r->m->room;
+    l.capacity = r->m->capacity;
     l.rules = &r->m->rules;
     l.heads = (int)config->linear_heads;
     l.key_heads = (int)config->linear_key_heads;

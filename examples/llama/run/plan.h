@@ -54,17 +54,17 @@ static inline int run_check_memory(const run *u, int planned)
 
 /* The scratch of linear attention does not depend on a step's documents: it is that of as many borders as a window may have,
  * a token apart from the rank's first one on. */
-static inline upipe_status run_plan_room(const run *u, run_rank *k, upipe_err *e)
+static inline upipe_status run_plan_capacity(const run *u, run_rank *k, upipe_err *e)
 {
     const int64_t first = upipe_shard_pos(&k->m.plan.shard, 0);
     const int64_t n = u->documents < k->m.plan.local ? u->documents : k->m.plan.local;
     int64_t i;
     if (n == 0) return UPIPE_OK;
-    k->room = (int64_t *)malloc((size_t)(n + 1) * sizeof *k->room);
-    if (k->room == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for borders of documents");
-    for (i = 0; i <= n; ++i) k->room[i] = first + i;
-    k->m.room.cu_seqlens = k->room;
-    k->m.room.cu_seqlens_n = n;
+    k->capacity = (int64_t *)malloc((size_t)(n + 1) * sizeof *k->capacity);
+    if (k->capacity == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for borders of documents");
+    for (i = 0; i <= n; ++i) k->capacity[i] = first + i;
+    k->m.capacity.cu_seqlens = k->capacity;
+    k->m.capacity.cu_seqlens_n = n;
     return UPIPE_OK;
 }
 
@@ -73,7 +73,7 @@ static inline upipe_status run_plan_rank(const run *u, run_rank *k, int rank, up
 {
     const setting s = setting_of(&u->o, &u->layout);
     UPIPE_TRY(setting_model(&k->m, &s, rank, e));
-    UPIPE_TRY(run_plan_room(u, k, e));
+    UPIPE_TRY(run_plan_capacity(u, k, e));
     return sample_model(&k->sampled, &k->m, e);
 }
 

@@ -42,7 +42,7 @@ typedef struct run_rank {
     upipe_ctx c;
     trainer t;
     data_order order;
-    int64_t *room;      /* as the model has it */
+    int64_t *capacity;  /* as the model has it */
     int64_t *borders;   /* of a step's packed documents, as trainer_batch has them; NULL: there are none */
     int32_t *inputs;    /* of a step, and behind them its targets */
     int64_t step, last; /* begun; the last one that updated the weights */
