@@ -1,9 +1,11 @@
 /* test_out_gate -- the gated output projection in a whole block on thread ranks: against f64, the same bits over C, U
- * and tiles, bytes, refusals, failures */
+ * and tiles, golden states, bytes, refusals, failures */
 #include "lib/runner.h"
 #include "lib/close.h"
+#include "lib/golden.h"
 #include "lib/out_of_memory.h"
 #include "lib/reads_o.h"
+#include "golden/gated_attention.h"
 
 /* A gated block with its projection. */
 static run_case gated_of(int64_t tokens, int h, int hkv, int64_t dim, int ranks, int chunk, upipe_dtype dtype)
@@ -105,6 +107,52 @@ static void test_against_oracle(upipe_dtype dtype)
         t.naive = kind == 1;
         if (t.naive) t.shape.h = 8, t.shape.hkv = 4;
         check_case(&t, (uint64_t)(500 + kind));
+    }
+}
+
+/* transformers' block, whose norms multiply by 1 + w. */
+static void test_golden(void)
+{
+    static const int ranks[][2] = {{1, 4}, {1, 1}, {2, 2}, {4, 4}, {3, 3}};
+    for (int i = 0; i < 5; ++i) {
+        run_case t = gated_of(GOLDEN_TOKENS, GOLDEN_HEADS, GOLDEN_KV_HEADS, GOLDEN_MODEL, ranks[i][0],
+                              ranks[i][1], UPIPE_F32);
+        f32_block in;
+        run_result r;
+        int row = 0;
+        t.shape.d = GOLDEN_DIM;
+        t.shape.rope = t.shape.normed = 1;
+        t.shape.rope_dims = GOLDEN_ROPE_DIMS;
+        t.shape.theta = golden_theta;
+        t.shape.eps = golden_eps;
+        block_inputs(&t.shape, 1, &in);
+#define DRAWN(tensor, mean, scale) \
+    golden_draw(in.tensor, block_count(&t.shape, #tensor), #tensor, mean, scale);
+        DRAWN(x, 0, 1)
+        DRAWN(dy, 0, 1)
+        DRAWN(wq, 0, 0.25)
+        DRAWN(wk, 0, 0.25)
+        DRAWN(wv, 0, 0.25)
+        DRAWN(wo, 0, 0.25)
+        DRAWN(wg, 0, 0.25)
+        DRAWN(q_norm_weight, 1, 0.25)
+        DRAWN(k_norm_weight, 1, 0.25)
+#undef DRAWN
+        CHECK_STATUS(run_block(&t, &in, &r), UPIPE_OK, r.errors[0]);
+#define GOLDEN(tensor)                                  \
+    CHECK(strcmp(golden_rows[row].name, #tensor) == 0); \
+    check_golden(&golden_rows[row++], r.out.tensor, block_count(&t.shape, #tensor));
+        GOLDEN(x)
+        GOLDEN(wq)
+        GOLDEN(wk)
+        GOLDEN(wv)
+        GOLDEN(wo)
+        GOLDEN(wg)
+        GOLDEN(q_norm_weight)
+        GOLDEN(k_norm_weight)
+        GOLDEN(y)
+#undef GOLDEN
+        CHECK_INT(row, sizeof golden_rows / sizeof *golden_rows);
     }
 }
 
@@ -590,6 +638,7 @@ int main(void)
     TEST(test_narrow_grads(UPIPE_BF16));
     TEST(test_against_oracle(UPIPE_F32));
     TEST(test_against_oracle(UPIPE_BF16));
+    TEST(test_golden());
     TEST(test_bits(8, 2, UPIPE_F32));
     TEST(test_bits(9, 3, UPIPE_BF16));
     TEST(test_bits(14, 2, UPIPE_F32));
