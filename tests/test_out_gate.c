@@ -470,6 +470,51 @@ static void test_over(upipe_dtype dtype)
     }
 }
 
+/* The same rows with gaps between them. */
+static upipe_view with_gaps(alone *a, upipe_view x)
+{
+    upipe_view v = x;
+    v.n_stride += 9;
+    v.data = zeroed((size_t)(v.n * v.n_stride) * upipe_dtype_bytes(v.dtype));
+    CHECK_STATUS(a->ops.cast(&a->c, v, x), UPIPE_OK, a->c.err);
+    return v;
+}
+
+/* Views of other strides have the same bits, and gaps stay. */
+static void test_gaps(upipe_dtype dtype)
+{
+    const size_t bytes = UNIT * upipe_dtype_bytes(dtype);
+    upipe_view y, dx, x, dy, packed;
+    alone a, b;
+    alone_begin(&a, dtype, UPIPE_F32, 2, 0, 40);
+    alone_begin(&b, dtype, UPIPE_F32, 2, 0, 40);
+    x = with_gaps(&b, b.x);
+    dy = with_gaps(&b, b.y);
+    y = with_gaps(&b, b.x);
+    dx = with_gaps(&b, b.x);
+    packed = b.dx;
+    CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, a.wg, &a.g, a.dwg, &a.save, a.dx, a.y, a.x), UPIPE_OK,
+                 a.c.err);
+    CHECK_STATUS(upipe_gated_out_fwd(&b.c, &b.l, b.wg, y, &b.save, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(upipe_gated_out_bwd(&b.c, &b.l, b.wg, &b.g, b.dwg, &b.save, dx, dy, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(b.ops.cast(&b.c, packed, dx), UPIPE_OK, b.c.err);
+    CHECK_BYTES(packed.data, a.dx.data, bytes);
+    CHECK_BYTES(b.g.wo, a.g.wo, WIDE * MODEL * 4);
+    CHECK_BYTES(b.dwg, a.dwg, WIDE * MODEL * 4);
+    CHECK_BYTES(b.g.bo, a.g.bo, MODEL * 4);
+    CHECK_STATUS(upipe_saved_free(&a.c, &a.save), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_layer_fwd(&a.c, &a.l, &a.save, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, a.wg, a.y, &a.save, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(b.ops.cast(&b.c, packed, y), UPIPE_OK, b.c.err);
+    CHECK_BYTES(packed.data, a.y.data, bytes);
+    for (int64_t i = 0; i < TOKENS; ++i)
+        for (int64_t j = MODEL; j < MODEL + 9; ++j)
+            CHECK(upipe_cpu_get(y.data, dtype, i * y.n_stride + j) == 0 &&
+                  upipe_cpu_get(dx.data, dtype, i * dx.n_stride + j) == 0);
+    alone_end(&a);
+    alone_end(&b);
+}
+
 /* Gradients that are not wanted change nothing in the others. */
 static void test_not_wanted(void)
 {
@@ -628,6 +673,8 @@ int main(void)
     TEST(test_bytes(UPIPE_BF16, UPIPE_F32, 2, 1));
     TEST(test_over(UPIPE_F32));
     TEST(test_over(UPIPE_BF16));
+    TEST(test_gaps(UPIPE_F32));
+    TEST(test_gaps(UPIPE_BF16));
     TEST(test_not_wanted());
     TEST(test_tiles(UPIPE_F32));
     TEST(test_tiles(UPIPE_BF16));
