@@ -1,9 +1,11 @@
 /* test_out_gate -- the gated output projection in a whole block on thread ranks: against f64, the same bits over C, U
- * and tiles, bytes, refusals, failures */
+ * and tiles, golden states, bytes, refusals, failures */
 #include "lib/runner.h"
 #include "lib/close.h"
+#include "lib/golden.h"
 #include "lib/out_of_memory.h"
 #include "lib/reads_o.h"
+#include "golden/gated_attention.h"
 
 /* A gated block with its projection. */
 static run_case gated_of(int64_t tokens, int h, int hkv, int64_t dim, int ranks, int chunk, upipe_dtype dtype)
@@ -105,6 +107,52 @@ static void test_against_oracle(upipe_dtype dtype)
         t.naive = kind == 1;
         if (t.naive) t.shape.h = 8, t.shape.hkv = 4;
         check_case(&t, (uint64_t)(500 + kind));
+    }
+}
+
+/* transformers' block, whose norms multiply by 1 + w. */
+static void test_golden(void)
+{
+    static const int ranks[][2] = {{1, 4}, {1, 1}, {2, 2}, {4, 4}, {3, 3}};
+    for (int i = 0; i < 5; ++i) {
+        run_case t = gated_of(GOLDEN_TOKENS, GOLDEN_HEADS, GOLDEN_KV_HEADS, GOLDEN_MODEL, ranks[i][0],
+                              ranks[i][1], UPIPE_F32);
+        f32_block in;
+        run_result r;
+        int row = 0;
+        t.shape.d = GOLDEN_DIM;
+        t.shape.rope = t.shape.normed = 1;
+        t.shape.rope_dims = GOLDEN_ROPE_DIMS;
+        t.shape.theta = golden_theta;
+        t.shape.eps = golden_eps;
+        block_inputs(&t.shape, 1, &in);
+#define DRAWN(tensor, mean, scale) \
+    golden_draw(in.tensor, block_count(&t.shape, #tensor), #tensor, mean, scale);
+        DRAWN(x, 0, 1)
+        DRAWN(dy, 0, 1)
+        DRAWN(wq, 0, 0.25)
+        DRAWN(wk, 0, 0.25)
+        DRAWN(wv, 0, 0.25)
+        DRAWN(wo, 0, 0.25)
+        DRAWN(wg, 0, 0.25)
+        DRAWN(q_norm_weight, 1, 0.25)
+        DRAWN(k_norm_weight, 1, 0.25)
+#undef DRAWN
+        CHECK_STATUS(run_block(&t, &in, &r), UPIPE_OK, r.errors[0]);
+#define GOLDEN(tensor)                                  \
+    CHECK(strcmp(golden_rows[row].name, #tensor) == 0); \
+    check_golden(&golden_rows[row++], r.out.tensor, block_count(&t.shape, #tensor));
+        GOLDEN(x)
+        GOLDEN(wq)
+        GOLDEN(wk)
+        GOLDEN(wv)
+        GOLDEN(wo)
+        GOLDEN(wg)
+        GOLDEN(q_norm_weight)
+        GOLDEN(k_norm_weight)
+        GOLDEN(y)
+#undef GOLDEN
+        CHECK_INT(row, sizeof golden_rows / sizeof *golden_rows);
     }
 }
 
@@ -422,6 +470,51 @@ static void test_over(upipe_dtype dtype)
     }
 }
 
+/* The same rows with gaps between them. */
+static upipe_view with_gaps(alone *a, upipe_view x)
+{
+    upipe_view v = x;
+    v.n_stride += 9;
+    v.data = zeroed((size_t)(v.n * v.n_stride) * upipe_dtype_bytes(v.dtype));
+    CHECK_STATUS(a->ops.cast(&a->c, v, x), UPIPE_OK, a->c.err);
+    return v;
+}
+
+/* Views of other strides have the same bits, and gaps stay. */
+static void test_gaps(upipe_dtype dtype)
+{
+    const size_t bytes = UNIT * upipe_dtype_bytes(dtype);
+    upipe_view y, dx, x, dy, packed;
+    alone a, b;
+    alone_begin(&a, dtype, UPIPE_F32, 2, 0, 40);
+    alone_begin(&b, dtype, UPIPE_F32, 2, 0, 40);
+    x = with_gaps(&b, b.x);
+    dy = with_gaps(&b, b.y);
+    y = with_gaps(&b, b.x);
+    dx = with_gaps(&b, b.x);
+    packed = b.dx;
+    CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, a.wg, &a.g, a.dwg, &a.save, a.dx, a.y, a.x), UPIPE_OK,
+                 a.c.err);
+    CHECK_STATUS(upipe_gated_out_fwd(&b.c, &b.l, b.wg, y, &b.save, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(upipe_gated_out_bwd(&b.c, &b.l, b.wg, &b.g, b.dwg, &b.save, dx, dy, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(b.ops.cast(&b.c, packed, dx), UPIPE_OK, b.c.err);
+    CHECK_BYTES(packed.data, a.dx.data, bytes);
+    CHECK_BYTES(b.g.wo, a.g.wo, WIDE * MODEL * 4);
+    CHECK_BYTES(b.dwg, a.dwg, WIDE * MODEL * 4);
+    CHECK_BYTES(b.g.bo, a.g.bo, MODEL * 4);
+    CHECK_STATUS(upipe_saved_free(&a.c, &a.save), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_layer_fwd(&a.c, &a.l, &a.save, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, a.wg, a.y, &a.save, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(b.ops.cast(&b.c, packed, y), UPIPE_OK, b.c.err);
+    CHECK_BYTES(packed.data, a.y.data, bytes);
+    for (int64_t i = 0; i < TOKENS; ++i)
+        for (int64_t j = MODEL; j < MODEL + 9; ++j)
+            CHECK(upipe_cpu_get(y.data, dtype, i * y.n_stride + j) == 0 &&
+                  upipe_cpu_get(dx.data, dtype, i * dx.n_stride + j) == 0);
+    alone_end(&a);
+    alone_end(&b);
+}
+
 /* Gradients that are not wanted change nothing in the others. */
 static void test_not_wanted(void)
 {
@@ -580,6 +673,8 @@ int main(void)
     TEST(test_bytes(UPIPE_BF16, UPIPE_F32, 2, 1));
     TEST(test_over(UPIPE_F32));
     TEST(test_over(UPIPE_BF16));
+    TEST(test_gaps(UPIPE_F32));
+    TEST(test_gaps(UPIPE_BF16));
     TEST(test_not_wanted());
     TEST(test_tiles(UPIPE_F32));
     TEST(test_tiles(UPIPE_BF16));
@@ -590,6 +685,7 @@ int main(void)
     TEST(test_narrow_grads(UPIPE_BF16));
     TEST(test_against_oracle(UPIPE_F32));
     TEST(test_against_oracle(UPIPE_BF16));
+    TEST(test_golden());
     TEST(test_bits(8, 2, UPIPE_F32));
     TEST(test_bits(9, 3, UPIPE_BF16));
     TEST(test_bits(14, 2, UPIPE_F32));

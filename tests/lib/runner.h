@@ -58,6 +58,8 @@ typedef struct run_own {
     int blocks_max; /* exactly what the dry run says */
     float *host;    /* [host_n], its rows on their way, in memory of the host whatever the table */
     int64_t host_n;
+    void *wg,
+        *dwg; /* where the output is gated: the weight, in the storage type, and its gradient, zero at first */
 } run_own;
 
 typedef struct run_state {
@@ -68,7 +70,6 @@ typedef struct run_state {
     upipe_ops ops;
     run_own own[RUN_MAX];
     void *weights[RUN_WEIGHTS]; /* wq wk wv wo in the storage type */
-    void *wg;                   /* likewise, where the output is gated: with the CPU's table alone */
 } run_state;
 
 /* Gradients in the order of every list of them. */
@@ -172,7 +173,7 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     upipe_view x, y = {0}, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)ho);
-    void *data, *at[RUN_GRADS], *dwg;
+    void *data, *at[RUN_GRADS];
     const int64_t wg_n = block_count(shape, "wg");
     int narrow = s->test->grad_dtype != UPIPE_F32, j = 0;
     for (int k = 0; k < RUN_GRADS; ++k) {
@@ -181,7 +182,6 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
                 : k < RUN_WEIGHTS || n > 0 ? (void *)grads[k]
                                            : NULL;
     }
-    dwg = zeroed((size_t)wg_n * upipe_dtype_bytes(s->test->grad_dtype));
     own->host = host;
 #define RUN_GRAD(name) g.name = at[j++];
     RUN_GRADIENTS(RUN_GRAD)
@@ -198,13 +198,13 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     if (shape->projected) {
         UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-        UPIPE_TRY(shape->gated ? upipe_gated_out_fwd(c, l, s->wg, y, &save, x)
+        UPIPE_TRY(shape->gated ? upipe_gated_out_fwd(c, l, own->wg, y, &save, x)
                                : upipe_layer_out_fwd(c, l, y, &save));
         UPIPE_TRY(c->ops->cast(c, wide, y));
         run_rows(p, s->r->out.y, host, dim, 1);
         run_rows(p, s->in->dy, host, dim, 0);
         UPIPE_TRY(c->ops->cast(c, y, wide));
-        UPIPE_TRY(shape->gated ? upipe_gated_out_bwd(c, l, s->wg, &g, dwg, &save, y, y, x)
+        UPIPE_TRY(shape->gated ? upipe_gated_out_bwd(c, l, own->wg, &g, own->dwg, &save, y, y, x)
                                : upipe_layer_out_bwd(c, l, &g, &save, y));
         if (!shape->gated) UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
@@ -252,10 +252,10 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
         if (rank == 0 && n > 0) UPIPE_TRY(c->ops->copy(c, result[j], grads[j], (size_t)n * sizeof(float)));
     }
     if (shape->gated) {
-        float *sum = floats(wg_n);
-        for (int64_t i = 0; i < wg_n; ++i) sum[i] = upipe_cpu_get(dwg, s->test->grad_dtype, i);
+        float *sum = narrow ? floats(wg_n) : (float *)own->dwg;
+        for (int64_t i = 0; narrow && i < wg_n; ++i) sum[i] = upipe_cpu_get(own->dwg, s->test->grad_dtype, i);
         UPIPE_TRY(upipe_all_reduce(c, world, sum, wg_n));
-        if (rank == 0) memcpy(s->r->out.wg, sum, (size_t)wg_n * sizeof *sum);
+        if (rank == 0) UPIPE_TRY(c->ops->copy(c, s->r->out.wg, sum, (size_t)wg_n * sizeof *sum));
     }
     return c->ops->sync(c);
 }
@@ -441,7 +441,6 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     *s = (run_state){.test = test, .in = in, .r = r, .ops = cpu_table()};
     if (test->table != NULL) test->table(&s->ops);
     run_weights(shape, in, s->weights);
-    s->wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
     if (ranks > RUN_MAX) abort();
     status =
         grid_init(g, test->ranks, rings, test->ring_first, test->deadline > 0 ? test->deadline : 60, &err);
@@ -452,6 +451,8 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         if (status != UPIPE_OK) break;
         own->layer = run_layer_with(test, s->weights, in);
         own->layer.plan = &own->plan;
+        own->wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
+        own->dwg = zeroed((size_t)block_count(shape, "wg") * upipe_dtype_bytes(test->grad_dtype));
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1 + s->ops.attn_reads_o);
         sent += upipe_plan_sent_ring(&own->plan, &own->layer.mask, 0) +
