@@ -265,18 +265,18 @@ def check_rates(config, rope, what):
         check(abs(ours - theirs) <= 1e-6 * theirs, f'{what}: {ours}, transformers has {theirs}')
 
 
-def test_rope(number, rope, ids, folder):
+def test_rope(number, rope, name, more, ways, ids, folder):
     """Rates, and what comes of them; and what is saved."""
-    way, save = WAYS[number % len(WAYS)], f'rope{number}'
-    what = f'{rope["rope_type"]} {" ".join(way)}'
-    model = make_model('Llama', {'tie_word_embeddings': True}, rope, 32 if rope['rope_type'] == 'dynamic' else 128)
+    way, save = ways[number % len(ways)], f'rope{number}'
+    what = f'{name} {rope["rope_type"]} {" ".join(way)}'
+    model = make_model(name, more, rope, 32 if rope['rope_type'] == 'dynamic' else 128)
     model.save_pretrained(os.path.join(folder, save + 'from'))
     numbers = run_train(folder, way, '--load', save + 'from', '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', save)
     check_rates(model.config, numbers['rope'], what)
     run(LOGITS, folder, '--load', save + 'from', '--ids', 'ids.npy', '--out', 'out.npy', *way)
     path = os.path.join(folder, save, 'checkpoint-1')
-    compare(what, got_of(path, numbers, folder), [run_model(model, ids)], run_model(widened(model, numbers['rope']), ids))
-    check_rates(read_again(path, 'Llama', dict(model.named_parameters()), what).config, numbers['rope'], f'{what}, saved')
+    compare(what, got_of(path, numbers, folder), runs_in_f32(model, ids), run_model(widened(model, numbers['rope']), ids))
+    check_rates(read_again(path, name, dict(model.named_parameters()), what).config, numbers['rope'], f'{what}, saved')
 
 
 def test_new(name, flags, ids, folder):
@@ -480,7 +480,8 @@ def main():
         write(os.path.join(folder, 'ids.npy'), npy(text[:TOKENS]))
         for test, *case in [*((test_model, *model, WAYS) for model in MODELS),
                             *((test_model, *model, [WAYS[(i + 1) % len(WAYS)]]) for i, model in enumerate(FAMILIES)),
-                            *((test_rope, *one) for one in enumerate(ROPES)), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
+                            *((test_rope, *one, 'Llama', {'tie_word_embeddings': True}, WAYS) for one in enumerate(ROPES)),
+                            (test_rope, len(ROPES), ROPES[3], *LINEAR, LINEAR_WAYS), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
                             (test_new, 'Llama', ['--attention-bias', 'qkvo', '--untied']),
                             (test_packed, 'Llama', {'tie_word_embeddings': False}, WAYS),
                             (test_model, *LINEAR, LINEAR_WAYS), (test_packed, *LINEAR, LINEAR_WAYS), (test_whole,), (test_adapter,), (test_long,),
