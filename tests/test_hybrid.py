@@ -143,6 +143,9 @@ def test_bits(_):
             got = run(f'{ranks} ranks, ZeRO {zero}, {more}', ranks=ranks, method=method, zero=zero, **more, **flags)
             same(got, first.setdefault(zero > 1, got), f'{ranks} ranks, ZeRO {zero}, {more}')
         near(first[0]['loss'] + first[0]['grad_norm'], alone['loss'] + alone['grad_norm'], f'{ranks} ranks')
+    for ranks in (5, 8):  # which begin within chunks, not all at the same place
+        got = run(f'{ranks} ranks', ranks=ranks, method='ulysses', **flags)
+        near(got['loss'] + got['grad_norm'], alone['loss'] + alone['grad_norm'], f'{ranks} ranks')
     got = run('replicas', ranks=4, replicas=2, **{**flags, 'accumulate': 1})
     near(got['loss'] + got['grad_norm'], alone['loss'] + alone['grad_norm'], 'replicas')
     some = run('some are trained', train='*.linear_attn.in_proj_qkv.weight,*.linear_attn.A_log', ranks=2, **flags)

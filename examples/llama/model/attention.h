@@ -41,8 +41,8 @@ struct attention {
     upipe_fpdt_saved offloaded; /* of segments, in the second pool */
     upipe_linear_layer linear;
     upipe_linear_saved linear_saved;
-    upipe_view
-        dx; /* a gradient of normed, that of the gate or of a linear layer, until normed is not read any more */
+    /* A gradient of normed, that of the gate or of a linear layer, until normed is not read any more */
+    upipe_view dx;
 };
 
 /* ---- the whole sequence ---- */

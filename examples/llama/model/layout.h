@@ -105,8 +105,8 @@ typedef struct llama_layout {
     int64_t vectors_first[2]; /* the vectors are one unit */
     /* What is not trained lies in groups of its own, in the same units: of both, elements and where units begin. */
     int64_t frozen[LLAMA_GROUPS], *frozen_first, frozen_vectors_first[2];
-    int *
-        place; /* [1 + layers][LLAMA_KINDS]: 1 + the tensor's number, those outside layers first; 0: there is none */
+    /* [1 + layers][LLAMA_KINDS]: 1 + the tensor's number, those outside layers first; 0: there is none */
+    int *place;
     llama_lora lora;
     int64_t adapted[2],
         adapters; /* elements of a layer's two units that have adapters; of all adapters so far */

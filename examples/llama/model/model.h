@@ -59,8 +59,8 @@ typedef struct model {
     const int64_t *
         borders; /* cu_seqlens that a dry run counts with, of each micro-batch, one behind the other; NULL: none */
     int64_t borders_n; /* of one micro-batch, [borders_n + 1] */
-    upipe_borders
-        capacity; /* of packed documents, for whose chunks linear attention has scratch; NULL: there are none */
+    /* Borders of packed documents, for whose chunks linear attention has scratch; NULL: there are none */
+    upipe_borders capacity;
 } model;
 
 /* One rank. Gradients are there in training alone. */
