@@ -1,4 +1,4 @@
-/* upipe_cuda_linear.h -- the rules of linear attention on CUDA    backend cuda, includes cuda_rows, cuda_linear_bytes
+/* upipe_cuda_linear.h -- the rules of linear attention on CUDA    backend cuda, includes cuda_linear_rows, cuda_linear_bytes
  *
  *     #include "upipe/cuda/upipe_cuda_linear.h"              in the .cu unit, beside upipe_cuda.h
  *     UPIPE_EXPORT_LINEAR(app_linear, upipe_cuda_linear)     void app_linear(upipe_linear_ops *rules);
@@ -23,7 +23,7 @@
 #define UPIPE_CUDA_LINEAR_H
 
 #include "upipe_cuda_linear_bytes.h"
-#include "upipe_cuda_rows.h"
+#include "upipe_cuda_linear_rows.h"
 
 enum {
     UPI_CUDA_LINEAR_THREADS = 128,
@@ -823,13 +823,17 @@ UPIPE_API upipe_status upi_cuda_linear_bwd(upipe_ctx *c, const upipe_linear_grad
     return g->a.beta.data != NULL ? upi_cuda_linear_bwd_of<1>(c, g) : upi_cuda_linear_bwd_of<0>(c, g);
 }
 
-/* upipe_cuda_linear -- fills the rules; a layer's convolution and gates stay NULL. Their calls take a context with the
- * CUDA table, whose program has code for the device (upipe_cuda_ops) */
+/* upipe_cuda_linear -- fills the rules, and what a layer needs around them. Their calls take a context with the CUDA table,
+ * whose program has code for the device (upipe_cuda_ops) */
 UPIPE_API void upipe_cuda_linear(upipe_linear_ops *rules)
 {
     upipe_cuda_plan_linear(rules);
     rules->fwd = upi_cuda_linear_fwd;
     rules->bwd = upi_cuda_linear_bwd;
+    rules->conv = upi_cuda_linear_conv;
+    rules->conv_bwd = upi_cuda_linear_conv_bwd;
+    rules->gates = upi_cuda_linear_gates;
+    rules->gates_bwd = upi_cuda_linear_gates_bwd;
 }
 
 /* Defines, with C linkage, void function(upipe_linear_ops *rules), which calls fill. */
