@@ -13,23 +13,26 @@
 /* The host's threads and tiles change no bit. */
 static void test_threads(void)
 {
+    static const int64_t borders[] = {20, 64, 100, 102, 140};
     test_rng r = {11};
-    for (int t = UPIPE_F32; t <= UPIPE_F16; t += BRIEF ? 2 : 1) {
-        layer a = large(&r, (upipe_dtype)t), b;
-        run(&a);
-        for (int kind = 0; kind < WORKERS_KINDS; ++kind) {
-            host_threads w;
-            workers_begin(&w, kind);
-            b = twin_of(&a);
-            b.ops.par = &w.par;
-            b.tile_rows = kind % 2 ? 64 : 0;
-            run(&b);
-            check_rows(&a, &b, 0, a.n, "threads");
-            check_weights(&a, &b, "threads");
-            workers_end(&w);
+    for (int t = UPIPE_F32; t <= UPIPE_F16; t += BRIEF ? 2 : 1)
+        for (int packed = 0; packed < 2; ++packed) {
+            layer a = large(&r, (upipe_dtype)t), b;
+            if (packed) a.borders = (upipe_borders){borders, 4};
+            run(&a);
+            for (int kind = 0; kind < WORKERS_KINDS; ++kind) {
+                host_threads w;
+                workers_begin(&w, kind);
+                b = twin_of(&a);
+                b.ops.par = &w.par;
+                b.tile_rows = kind % 2 ? 64 : 0;
+                run(&b);
+                check_rows(&a, &b, 0, a.n, "threads");
+                check_weights(&a, &b, "threads");
+                workers_end(&w);
+            }
+            buffers_free(0);
         }
-        buffers_free(0);
-    }
 }
 
 /* ---- refusals ---- */
@@ -44,7 +47,7 @@ static void test_refusals(void)
     upipe_comm self;
     upipe_mem mem;
     upipe_ctx c = {.team = &self};
-    upipe_linear_ops half = {.name = "half"};
+    upipe_linear_ops half = {.name = "half"}, small = rules;
     part p = {0}, q;
     upipe_plan_desc d = {.tokens = 6, .batch = 2, .model_dim = 4, .heads = 8, .head_dim = 32};
     upipe_plan batch, zigzag, longer;
@@ -78,6 +81,8 @@ static void test_refusals(void)
     REFUSED(q.l.taps = 9, UNSUPPORTED, "a convolution of 9 taps; 2 to 8 are built");
     REFUSED(q.l.taps = 1, UNSUPPORTED, "a convolution of 1 taps");
     REFUSED(q.l.chunk = 257, ARG, "chunks of 257 tokens");
+    small.chunk_max = 3;
+    REFUSED(q.l.rules = &small, UNSUPPORTED, "chunks of 4 tokens; the rules");
     REFUSED(q.l.norm_eps = -1, ARG, "norm_eps -1");
     REFUSED((q.l.heads = q.l.key_heads = 1 << 30), OVERFLOW, "1073741824 heads of 3 x 5");
     REFUSED(q.l.plan = &batch, UNSUPPORTED, "a scan of 2 sequences");

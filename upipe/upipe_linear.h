@@ -83,6 +83,7 @@ struct upipe_linear_gates_grad; /* upipe_linear_rows.h */
 /* upipe_linear_ops -- what a backend implements; arguments are checked, and chunk and scale are set */
 typedef struct upipe_linear_ops {
     const char *name;
+    int chunk_max; /* tokens of a chunk, at most */
     upipe_status (*fwd)(upipe_ctx *c, const upipe_linear *a);
     upipe_status (*bwd)(upipe_ctx *c, const upipe_linear_grad *g);
     size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass);

@@ -80,6 +80,7 @@ static void check_plan(void)
     q = p;
     q.l.rules = &sizes;
     place.open(1);
+    CHECK_STATUS(part_dry(&q, &ops, 0), UPIPE_OK, e);
     for (int backward = 0; backward < 2; ++backward)
         CHECK_INT(upipe_linear_layer_bytes(&ops, &q.l, backward),
                   upipe_linear_layer_bytes(&there[0].d.ops, &p.l, backward));
@@ -87,7 +88,7 @@ static void check_plan(void)
     buffers_free(0);
 }
 
-/* What the rules refuse ends the call, and nothing stays in the pool. */
+/* What the rules do not take is refused before anything is sent or allocated. */
 static void check_refused(void)
 {
     test_rng r = {43};
@@ -112,8 +113,8 @@ static void check_refused(void)
     part_weights(&c, &a, &p, 1);
     part_rows(&c, &a, &p);
     CHECK_REFUSED(upipe_linear_layer_fwd(&c, &self, &p.l, &p.saved, p.y, p.x, NULL), UPIPE_ERR_UNSUPPORTED,
-                  c.err, "chunks of 65 tokens; the kernels have at most 64");
-    CHECK_INT(mem.live, 0);
+                  c.err, "linear layer: chunks of 65 tokens; the rules cuda have at most 64");
+    CHECK_INT(mem.peak, 0);
     upipe_mem_destroy(&mem, NULL);
     place.close(1);
     buffers_free(0);

@@ -97,6 +97,7 @@ UPIPE_API void upipe_cuda_plan_linear(upipe_linear_ops *rules)
 {
     memset(rules, 0, sizeof *rules);
     rules->name = "cuda";
+    rules->chunk_max = UPI_CUDA_LINEAR_ROWS;
     rules->bytes = upi_cuda_linear_bytes;
 }
 

@@ -202,7 +202,7 @@ UPI_DEVICE float upi_cuda_conv_sum(const upi_cuda_conv_group<W> &x, const upi_cu
     return sum;
 }
 
-template <int TYPES, int W> UPI_KERNEL(64, 12) void upi_cuda_conv_rows(const upi_cuda_conv_job g)
+template <int TYPES, int W> UPI_KERNEL(64, W == 4 ? 12 : 8) void upi_cuda_conv_rows(const upi_cuda_conv_job g)
 {
     enum { EACH = UPI_CUDA_CONV_HELD / W };
     upi_cuda_conv_place p;
@@ -323,7 +323,7 @@ UPI_DEVICE void upi_cuda_conv_dx(float *to, const upi_cuda_conv_job &g, const up
 }
 
 /* From the tile's last group to its first one. */
-template <int TYPES, int W> UPI_KERNEL(64, 8) void upi_cuda_conv_bwd_rows(const upi_cuda_conv_job g)
+template <int TYPES, int W> UPI_KERNEL(64, 6) void upi_cuda_conv_bwd_rows(const upi_cuda_conv_job g)
 {
     enum { EACH = UPI_CUDA_CONV_HELD / W };
     upi_cuda_conv_place p;
