@@ -197,7 +197,8 @@ static upipe_status no_scratch(upipe_ctx *c, const upipe_linear *a)
 /* Rules that say 0 bytes of a call, as those of CUDA do of one without tokens, take none. */
 static void test_no_scratch(upipe_ctx *c)
 {
-    const upipe_linear_ops none = {.name = "none", .fwd = no_scratch, .bytes = no_bytes};
+    const upipe_linear_ops none = {
+        .name = "none", .chunk_max = UPIPE_LINEAR_CHUNK, .fwd = no_scratch, .bytes = no_bytes};
     test_rng r = {37};
     linear x = {.n = 9, .key_heads = 1, .heads = 2, .key_dim = 8, .value_dim = 16, .delta = 1};
     upipe_linear_grad g;

@@ -714,10 +714,6 @@ UPIPE_API upipe_status upi_cuda_linear_check(upipe_ctx *c, const upipe_linear *a
     static const char *const names[] = {"the state", "the written state", "the scratch"};
     const int n = a->q.n > 0 ? 3 : 2; /* a call without tokens has no scratch */
     int i, pageable;
-    if (a->chunk > UPI_CUDA_LINEAR_ROWS)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "linear attention: chunks of %d tokens; the kernels have at most %d", a->chunk,
-                          UPI_CUDA_LINEAR_ROWS);
     if (a->v.h > INT32_MAX / UPI_CUDA_LINEAR_RUN_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear attention: %d heads in one call", a->v.h);
     for (i = 0; i < n; ++i) {
