@@ -11,7 +11,7 @@
  *   misuse   that the real library would leave undefined (an operand past the end of its allocation, a host
  *            pointer that the device cannot reach, a freed handle, a double free) is a finding: it ends the
  *            process with a report.
- *   NCCL     ranks are threads with a device each; sends meet receives in order; a rank that never comes is
+ *   NCCL     ranks are threads or processes, with a device each; sends meet receives in order; a rank that never comes is
  *            waited for. An all-to-all inside symmetric windows, of a communicator without multiprocessors, is
  *            the copy engines': a rank that would write where its peer does not receive is a finding.
  *
@@ -110,6 +110,9 @@ void fake_device_limit(size_t bytes);
 long fake_live_handles(void); /* streams, events, cuBLAS handles and NCCL communicators */
 /* 1 if nothing is live and no stream has work. Otherwise 0, and what there is on stderr. */
 int fake_check_clean(void);
+
+/* The machine's name: FAKE_HOST, or what it is. Programs are built with it in place of gethostname. */
+int fake_gethostname(char *name, size_t bytes);
 
 #ifdef __cplusplus
 }
