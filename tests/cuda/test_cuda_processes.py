@@ -22,7 +22,7 @@ FOLDER, TOP = (os.path.abspath(path) for path in sys.argv[1:3])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 LIBRARY = os.path.join(FOLDER, 'libfake_upipe_abi.so')
 TEAMS = [{'ranks': 2}, {'ranks': 1, 'ring': 2}, {'ranks': 1, 'ring': 2, 'layout': 1, 'ring_mode': 1}]
-TRAIN = ('--layers 1 --model-dim 64 --heads 2 --ff-dim 64 --tokens 32 --steps 2 --batch 1 --sample 0 --device cuda --dtype bf16 '
+TRAIN = ('--layers 1 --model-dim 64 --heads 2 --kv-heads 2 --ff-dim 64 --tokens 32 --steps 2 --batch 1 --sample 0 --device cuda --dtype bf16 '
          '--transport nccl --deadline 1').split()
 
 
@@ -37,7 +37,7 @@ def test_ports(_):
 
 
 def test_abi(_):
-    good(run_ranks([sys.executable, __file__, *sys.argv[1:3], 'abi'], 'aa', FAKE_SEED=3), 'the C ABI')
+    good(run_ranks([sys.executable, os.path.abspath(__file__), FOLDER, TOP, 'abi'], 'aa', FAKE_SEED=3), 'the C ABI')
 
 
 def abi_rank(rank):
@@ -78,12 +78,21 @@ def abi_rank(rank):
     return end(f'rank {rank}')
 
 
+def shared():
+    return {name for name in os.listdir('/dev/shm') if re.match('upipe|fake', name)}
+
+
+def nothing_left(before, k):
+    left = shared() - before  # or another test's, for a moment
+    check(wait_for(lambda: not left & shared(), 5), f'killed at call {k}: {left} in /dev/shm')
+
+
 def test_killed(_):
     """One of two trainers kills itself inside of its k-th call: while they meet, in a stage, between steps."""
     if not os.path.exists(os.path.join(FOLDER, 'fake_train')):
         print('left out: train, as jansson is missing')
         return
-    before = set(os.listdir('/dev/shm'))
+    before = shared()
     for number, k in enumerate((9, 60, 150, 250, 400, 600, 900) if FULL else (150, 400)):
         killed, began = number % 2, time.monotonic()
         done = run_ranks([os.path.join(FOLDER, 'fake_train'), *TRAIN], 'aa', {killed: {'FAKE_FAIL': f'{k}k'}}, FAKE_CLEAN=0)
@@ -91,11 +100,19 @@ def test_killed(_):
         equal(done[killed][0], -9, f'the status of rank {killed}, killed at call {k}')
         check(status == 1 and re.search('^train: .*(waited 1 s|within 1 s|in 1 s)', why), f'killed at call {k}: {status}: {why}')
         check(time.monotonic() - began < 25, f'killed at call {k}: the other rank takes {time.monotonic() - began:.1f} s')
-        left = set(os.listdir('/dev/shm')) - before  # or other tests' for a moment
-        check(wait_for(lambda left=left: not left & set(os.listdir('/dev/shm')), 5), f'killed at call {k}: {left} in /dev/shm')
+        nothing_left(before, k)
+
+
+def test_killed_in_setup(_):
+    """Hosts that compare transfers by copy engines share a file, which rank 0 makes; its launcher ends the other."""
+    before = shared()
+    for k in range(60, 180, 3) if FULL else (90, 97, 104, 111):
+        done = run_ranks([os.path.join(FOLDER, 'fake_08_nccl'), '--zero-sm'], 'aa', {0: {'FAKE_FAIL': f'{k}k'}}, all_fall=True)
+        equal([one[0] for one in done], [-9, -9], f'how they end, rank 0 killed at call {k}')
+        nothing_left(before, k)
 
 
 if __name__ == '__main__':
     if len(sys.argv) > 3:
         sys.exit(abi_rank(int(os.environ['RANK'])))
-    sys.exit(run_tests('cuda_processes', test_ports, test_abi, test_killed))
+    sys.exit(run_tests('cuda_processes', test_ports, test_abi, test_killed, test_killed_in_setup))
