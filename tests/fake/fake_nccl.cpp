@@ -440,9 +440,8 @@ bool take(mailbox &box, channel &l, int from, int to)
         fake_finding("NCCL: rank %d sends in %s, rank %d receives in %s", from,
                      *box.call ? box.call : "ncclSend", to, *p.call ? p.call : "ncclRecv");
     if (box.place != p.place)
-        fake_finding(
-            "NCCL: rank %d writes to byte %zu of the window of rank %d, which receives at byte %zu", from,
-            box.place, to, p.place);
+        fake_finding("NCCL: rank %d writes to byte %zu of the window of rank %d, which receives at byte %zu",
+                     from, box.place, to, p.place);
     size_t n = std::min(p.bytes - p.moved, (size_t)PIECE);
     fake_reachable(p.to, p.bytes, "ncclRecv", "the buffer");
     fake_open();
@@ -479,7 +478,8 @@ bool asked(ncclComm_t comm)
     const int me = comm->rank;
     for (int r = 0; r < t.ranks; ++r) {
         const mailbox &from = t.at->boxes[r][me], &to = t.at->boxes[me][r];
-        if (t.members[(size_t)r] == NULL && (from.sends > from.receives || to.receives > to.sends)) return true;
+        if (t.members[(size_t)r] == NULL && (from.sends > from.receives || to.receives > to.sends))
+            return true;
     }
     return false;
 }

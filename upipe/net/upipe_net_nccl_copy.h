@@ -314,7 +314,8 @@ UPIPE_API const char *upi_nccl_incomplete(upipe_nccl *m)
                      "loads and stores",
                      (long long)ranks, m->comm.ranks, r);
         else if (!upi_nccl_value(m, r, UPI_NCCL_CARDS))
-            snprintf(text, buf, "grouped sends and receives: rank %d does not reach rank 0's files in /proc", r);
+            snprintf(text, buf, "grouped sends and receives: rank %d does not reach rank 0's files in /proc",
+                     r);
         else
             continue;
         return text;
