@@ -76,7 +76,7 @@ struct member {
 };
 
 /* From one rank to another: a piece at a time. */
-struct alignas(1 << 16) mailbox {
+struct alignas(4096) mailbox {
     std::atomic<uint64_t> sends, receives; /* offered so far */
     std::atomic<uint64_t> put, taken;      /* pieces */
     size_t bytes, place;                   /* of the message */
@@ -325,14 +325,22 @@ void prune(ncclComm_t comm)
     while (!comm->order.empty() && fake_passed(comm->order.front()->point)) comm->order.pop_front();
 }
 
+void carry(team &t, int from, int to);
+
 /* A peer that the communicator waits for has aborted. */
 bool lost(ncclComm_t comm)
 {
     team &t = *comm->of;
-    if (t.come() < t.ranks || comm->window_out != NULL) return t.left();
+    if (!t.left()) return false;
+    if (t.come() < t.ranks) return true;
+    for (int r = 0; r < t.ranks && comm->window_out != NULL; ++r)
+        if (t.at->members[r].state == GONE && t.at->members[r].windows < comm->registered) return true;
     for (auto &g : comm->order)
-        for (auto &p : g->parts)
-            if (!p.done && !g->dropped && g->started && t.at->members[p.peer].state == GONE) return true;
+        for (auto &p : g->parts) {
+            if (p.done || g->dropped || !g->started || t.at->members[p.peer].state != GONE) continue;
+            carry(t, comm->rank, p.peer); /* it may have taken all before it went */
+            if (!p.done) return true;
+        }
     return false;
 }
 

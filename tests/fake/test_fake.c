@@ -701,6 +701,7 @@ static void test_nccl(int absent, int apart)
     nccl_rank ranks[RANKS];
     pthread_t threads[RANKS];
     pid_t processes[RANKS];
+    const long failed = test_failures;
     memset(ranks, 0, sizeof ranks);
     NCCL_OK(ncclGetUniqueId(&ranks[0].id));
     for (int r = 0; r < RANKS; ++r) {
@@ -712,7 +713,8 @@ static void test_nccl(int absent, int apart)
         if (apart && (processes[r] = fork()) == 0) {
             nccl_main(&ranks[r]);
             CHECK(fake_check_clean());
-            exit(test_end("a process"));
+            fflush(NULL);
+            _exit(test_failures > failed);
         }
     }
     for (int r = 0; r < RANKS; ++r) {
