@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """test_cuda_processes.py FOLDER TOP -- two processes with a device of the fake each, over its NCCL: the ports, the C ABI's
-library, and what is left when one is killed
+library, what is refused, and what is left when one is killed
 
 FOLDER holds the programs. The ranks share no address: nothing that one of them tells another may be one. The killed one dies
 inside of a call; the other must end by its deadline, and neither may leave anything in /dev/shm. The full run kills at more calls.
@@ -78,6 +78,11 @@ def abi_rank(rank):
     return end(f'rank {rank}')
 
 
+def test_one_device(_):
+    for status, said, why in run_ranks([os.path.join(FOLDER, 'fake_08_nccl')], 'aa', {1: {'LOCAL_RANK': 0}}, FAKE_CLEAN=0):
+        check(status == 1 and 'two ranks on one device' in why, f'two processes on a device: {status}: {said}{why}')
+
+
 def shared():
     return {name for name in os.listdir('/dev/shm') if re.match('upipe|fake', name)}
 
@@ -115,4 +120,4 @@ def test_killed_in_setup(_):
 if __name__ == '__main__':
     if len(sys.argv) > 3:
         sys.exit(abi_rank(int(os.environ['RANK'])))
-    sys.exit(run_tests('cuda_processes', test_ports, test_abi, test_killed, test_killed_in_setup))
+    sys.exit(run_tests('cuda_processes', test_ports, test_abi, test_one_device, test_killed, test_killed_in_setup))

@@ -15,11 +15,12 @@
  *            waited for. An all-to-all inside symmetric windows, of a communicator without multiprocessors, is
  *            the copy engines': a rank that would write where its peer does not receive is a finding.
  *
- *   IPC      ranks stand for processes: what one exports others open, and close before the owner frees it;
+ *   IPC      ranks are threads that stand for processes: what one exports others open, and close before the owner frees it;
  *            else a finding, as is a copy between devices without access.
  *
  * Environment: FAKE_SEED (0: nothing runs until it is forced), FAKE_EAGER=1 (everything runs at once),
- * FAKE_FAIL=k[s] (the k-th call of the process fails, 's': and all later ones), FAKE_PATIENCE (seconds that a
+ * FAKE_FAIL=k[s|k] (the k-th call of the process fails, 's': and all later ones, 'k': it kills the process), FAKE_HOST (the
+ * machine's name), FAKE_CLEAN=1 (a process that leaves something ends with status 3), FAKE_PATIENCE (seconds that a
  * wait may see nothing move before it is a finding; 60), FAKE_CAPABILITY (of the devices: 80, 86 with less
  * shared memory, or 90 with more).
  */

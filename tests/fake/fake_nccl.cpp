@@ -102,12 +102,15 @@ struct address {
 
 struct team {
     board *at;
+    const uint64_t mark;
     int ranks = 0;
     bool apart = false;              /* in several processes */
     std::vector<size_t> windows;     /* bytes, in the order of the calls */
     std::vector<ncclComm_t> members; /* NULL: not come, or in another process */
     std::map<std::pair<int, int>, channel> channels;
-    explicit team(board *b);
+    explicit team(board *b) : at(b), mark(b->mark)
+    {
+    }
     ~team();
     /* How many have come; and whether one has gone. */
     int come() const;
@@ -165,16 +168,12 @@ std::map<uint64_t, std::weak_ptr<team>> &teams()
     return *map;
 }
 
-team::team(board *b) : at(b)
-{
-}
-
 /* A board that all have left needs no memory. */
 team::~team()
 {
-    teams().erase(at->mark);
-    bool empty = come() == at->ranks;
-    for (int r = 0; r < at->ranks; ++r) empty = empty && at->members[r].state == GONE;
+    teams().erase(mark);
+    bool empty = true;
+    for (int r = 0; r < ranks; ++r) empty = empty && at->members[r].state == GONE;
     if (empty) (void)madvise(at, sizeof *at, MADV_REMOVE);
     munmap(at, sizeof *at);
 }
@@ -182,20 +181,20 @@ team::~team()
 int team::come() const
 {
     int n = 0;
-    for (int r = 0; r < at->ranks; ++r) n += at->members[r].state >= LIVE;
+    for (int r = 0; r < ranks; ++r) n += at->members[r].state >= LIVE;
     return n;
 }
 
 bool team::left() const
 {
     bool any = false;
-    for (int r = 0; r < at->ranks; ++r) any = any || at->members[r].state == GONE;
+    for (int r = 0; r < ranks; ++r) any = any || at->members[r].state == GONE;
     return any;
 }
 
 bool team::duplicate() const
 {
-    for (int r = 0; r < at->ranks; ++r)
+    for (int r = 0; r < ranks; ++r)
         for (int q = 0; q < r; ++q) {
             const member &a = at->members[r], &b = at->members[q];
             if (a.device == b.device && strcmp(a.host, b.host) == 0) return true;
@@ -438,7 +437,7 @@ bool put(mailbox &box, channel &l)
 }
 
 /* The same for the first receive. */
-bool take(mailbox &box, channel &l, int from, int to)
+bool get(mailbox &box, channel &l, int from, int to)
 {
     if (l.receives.empty() || box.put == box.taken) return false;
     part &p = l.receives.front().group->parts[l.receives.front().part];
@@ -467,7 +466,7 @@ void carry(team &t, int from, int to)
     mailbox &box = t.at->boxes[from][to];
     channel &l = t.channels[{from, to}];
     bool any = false;
-    while (put(box, l) || take(box, l, from, to)) any = true;
+    while (put(box, l) || get(box, l, from, to)) any = true;
     if (any) t.ring();
 }
 
@@ -544,11 +543,10 @@ ncclResult_t init(const fake_call &call, ncclComm_t *out, int ranks, ncclUniqueI
     std::shared_ptr<team> t = team_of(id);
     if (t == nullptr) return refuse(NULL, ncclInvalidArgument, "an unknown unique id");
     member &mine = t->at->members[rank];
-    int others = 0, absent = ABSENT;
-    if ((!t->at->ranks.compare_exchange_strong(others, ranks) && others != ranks) ||
-        !mine.state.compare_exchange_strong(absent, COMING))
+    const int others = t->at->ranks.fetch_or(ranks); /* 0 for the first */
+    if ((others != 0 && others != ranks) || mine.state.fetch_add(COMING) != ABSENT)
         fake_finding("%s: rank %d of %d comes to a team of %d, or comes twice", call.name, rank, ranks,
-                     (int)t->at->ranks);
+                     others);
     t->ranks = ranks;
     t->members.resize((size_t)ranks);
     ncclComm_t comm = fake_made(new ncclComm{});
