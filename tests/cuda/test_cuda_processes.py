@@ -23,7 +23,7 @@ FULL = bool(os.environ.get('UPIPE_FULL'))
 LIBRARY = os.path.join(FOLDER, 'libfake_upipe_abi.so')
 TEAMS = [{'ranks': 2}, {'ranks': 1, 'ring': 2}, {'ranks': 1, 'ring': 2, 'layout': 1, 'ring_mode': 1}]
 TRAIN = ('--layers 1 --model-dim 64 --heads 2 --kv-heads 2 --ff-dim 64 --tokens 32 --steps 2 --batch 1 --sample 0 --device cuda --dtype bf16 '
-         '--transport nccl --deadline 1').split()
+         '--transport nccl --deadline 3').split()
 
 
 def good(done, what):
@@ -103,7 +103,7 @@ def test_killed(_):
         done = run_ranks([os.path.join(FOLDER, 'fake_train'), *TRAIN], 'aa', {killed: {'FAKE_FAIL': f'{k}k'}}, FAKE_CLEAN=0)
         status, _, why = done[1 - killed]
         equal(done[killed][0], -9, f'the status of rank {killed}, killed at call {k}')
-        check(status == 1 and re.search('^train: .*(waited 1 s|within 1 s|in 1 s)', why), f'killed at call {k}: {status}: {why}')
+        check(status == 1 and re.search('^train: .*(waited 3 s|within 3 s|in 3 s)', why), f'killed at call {k}: {status}: {why}')
         check(time.monotonic() - began < 25, f'killed at call {k}: the other rank takes {time.monotonic() - began:.1f} s')
         nothing_left(before, k)
 
