@@ -362,16 +362,10 @@ ncclResult_t look(ncclComm_t comm)
 {
     team &t = *comm->of;
     if (comm->error != ncclSuccess) return comm->error;
-    if (lost(comm)) {
-        comm->text = "a remote rank has aborted";
-        return comm->error = ncclRemoteError;
-    }
+    if (lost(comm)) return comm->error = refuse(comm, ncclRemoteError, "a remote rank has aborted");
     if (!comm->ready) {
         if (t.come() < t.ranks) return ncclInProgress;
-        if (t.duplicate()) {
-            comm->text = "two ranks on one device";
-            return comm->error = ncclInvalidUsage;
-        }
+        if (t.duplicate()) return comm->error = refuse(comm, ncclInvalidUsage, "two ranks on one device");
     }
     if (comm->polls > 0) {
         --comm->polls;
