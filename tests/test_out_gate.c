@@ -217,7 +217,8 @@ static void test_tiles(upipe_dtype dtype)
     for (int i = 0; i < 6; ++i) {
         t.tile_rows = rows_of[i];
         CHECK_STATUS(run_block(&t, &in, &r), UPIPE_OK, r.errors[0]);
-#define SAME(tensor) SAME_BITS(r, first, tensor, &t.shape);
+#define SAME(tensor) \
+    if (r.out.tensor != NULL) SAME_BITS(r, first, tensor, &t.shape);
         SAME(y)
         SAME(x)
         SAME(wg)
@@ -242,7 +243,8 @@ static void test_open(upipe_dtype dtype, int ranks, void (*table)(upipe_ops *ops
     for (int64_t i = 0; i < block_count(&t.shape, "wg"); ++i) CHECK(r.out.wg[i] == 0);
     t.shape.gated = 0;
     CHECK_STATUS(run_block(&t, &in, &plain), UPIPE_OK, plain.errors[0]);
-#define SAME(tensor) SAME_BITS(r, plain, tensor, &t.shape);
+#define SAME(tensor) \
+    if (r.out.tensor != NULL) SAME_BITS(r, plain, tensor, &t.shape);
     SAME(o)
     SAME(y)
     SAME(x)

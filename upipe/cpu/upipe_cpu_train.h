@@ -29,7 +29,7 @@ enum {
 };
 
 /* What is done with a gate before it multiplies. */
-enum { UPI_GATE_SILU, UPI_GATE_GELU, UPI_GATE_SIGMOID };
+enum { UPI_CPU_SILU, UPI_CPU_GELU, UPI_CPU_SIGMOID };
 
 UPI_KERNELS_BEGIN
 
@@ -100,10 +100,10 @@ UPI_INLINE void upi_fw_gate(upi_fw g, int kind, upi_fw *value, upi_fw *slope)
 {
     const upi_fw one = upi_fw_set1(1.0f);
     upi_fw near, square, s, rest, grows;
-    if (kind != UPI_GATE_GELU) {
+    if (kind != UPI_CPU_GELU) {
         upi_fw_sigmoid(g, &s, &rest);
-        *value = kind == UPI_GATE_SILU ? upi_fw_mul(g, s) : s;
-        *slope = upi_fw_mul(s, kind == UPI_GATE_SILU ? upi_fw_fma(g, rest, one) : rest);
+        *value = kind == UPI_CPU_SILU ? upi_fw_mul(g, s) : s;
+        *slope = upi_fw_mul(s, kind == UPI_CPU_SILU ? upi_fw_fma(g, rest, one) : rest);
         return;
     }
     near = upi_fw_max(upi_fw_set1(-100.0f), upi_fw_min(upi_fw_set1(100.0f), g));
@@ -141,21 +141,21 @@ UPI_CPU_KERNEL void upi_swiglu_run(const void *call, int64_t first, int64_t last
 {
     const upi_flat *f = (const upi_flat *)call;
     UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
-                   upi_gated_rows(f, first, last, gate, up, UPI_GATE_SILU));
+                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_SILU));
 }
 
 UPI_CPU_KERNEL void upi_geglu_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
     UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
-                   upi_gated_rows(f, first, last, gate, up, UPI_GATE_GELU));
+                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_GELU));
 }
 
 UPI_CPU_KERNEL void upi_glu_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
     UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
-                   upi_gated_rows(f, first, last, gate, up, UPI_GATE_SIGMOID));
+                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_SIGMOID));
 }
 
 /* Views: gate, up, dy. */
@@ -185,21 +185,21 @@ UPI_CPU_KERNEL void upi_swiglu_bwd_run(const void *call, int64_t first, int64_t 
 {
     const upi_flat *f = (const upi_flat *)call;
     UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
-                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_GATE_SILU));
+                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_SILU));
 }
 
 UPI_CPU_KERNEL void upi_geglu_bwd_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
     UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
-                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_GATE_GELU));
+                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_GELU));
 }
 
 UPI_CPU_KERNEL void upi_glu_bwd_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
     UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
-                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_GATE_SIGMOID));
+                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_SIGMOID));
 }
 
 /* ---- one row of logits: UPI_ROW_SUMS at a time, the last few filled up with -inf ---- */

@@ -23,7 +23,7 @@
 /* ---- the gated unit ---- */
 
 /* What is done with a gate before it multiplies. */
-enum { UPI_GATE_SILU, UPI_GATE_GELU, UPI_GATE_SIGMOID };
+enum { UPI_CUDA_SILU, UPI_CUDA_GELU, UPI_CUDA_SIGMOID };
 
 /* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision: from e^-|z|, which does not
  * overflow. */
@@ -40,15 +40,15 @@ UPI_DEVICE void upi_sigmoid(float z, float *s, float *rest)
 template <int KIND> UPI_DEVICE void upi_gate(float g, float *value, float *slope)
 {
     float s, rest;
-    if (KIND == UPI_GATE_GELU) {
+    if (KIND == UPI_CUDA_GELU) {
         const float near = g > 100 ? 100.0f : g < -100 ? -100.0f : g, square = near * near;
         upi_sigmoid(near * fmaf(UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), &s, &rest);
         *slope = s * fmaf(near * rest, fmaf(3 * UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), 1.0f);
     } else {
         upi_sigmoid(g, &s, &rest);
-        *slope = KIND == UPI_GATE_SILU ? s * fmaf(g, rest, 1.0f) : s * rest;
+        *slope = KIND == UPI_CUDA_SILU ? s * fmaf(g, rest, 1.0f) : s * rest;
     }
-    *value = KIND == UPI_GATE_SIGMOID ? s : g * s;
+    *value = KIND == UPI_CUDA_SIGMOID ? s : g * s;
 }
 
 template <int TYPES, int KIND>
@@ -126,32 +126,32 @@ UPIPE_API upipe_status upi_cuda_gated_bwd(upipe_ctx *c, const char *name, upipe_
 
 UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
-    return upi_cuda_gated<UPI_GATE_SILU>(c, "swiglu", y, gate, up);
+    return upi_cuda_gated<UPI_CUDA_SILU>(c, "swiglu", y, gate, up);
 }
 
 UPIPE_API upipe_status upi_cuda_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    return upi_cuda_gated_bwd<UPI_GATE_SILU>(c, "swiglu_bwd", gate, up, dy);
+    return upi_cuda_gated_bwd<UPI_CUDA_SILU>(c, "swiglu_bwd", gate, up, dy);
 }
 
 UPIPE_API upipe_status upi_cuda_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
-    return upi_cuda_gated<UPI_GATE_GELU>(c, "geglu", y, gate, up);
+    return upi_cuda_gated<UPI_CUDA_GELU>(c, "geglu", y, gate, up);
 }
 
 UPIPE_API upipe_status upi_cuda_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    return upi_cuda_gated_bwd<UPI_GATE_GELU>(c, "geglu_bwd", gate, up, dy);
+    return upi_cuda_gated_bwd<UPI_CUDA_GELU>(c, "geglu_bwd", gate, up, dy);
 }
 
 UPIPE_API upipe_status upi_cuda_glu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
-    return upi_cuda_gated<UPI_GATE_SIGMOID>(c, "glu", y, gate, up);
+    return upi_cuda_gated<UPI_CUDA_SIGMOID>(c, "glu", y, gate, up);
 }
 
 UPIPE_API upipe_status upi_cuda_glu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    return upi_cuda_gated_bwd<UPI_GATE_SIGMOID>(c, "glu_bwd", gate, up, dy);
+    return upi_cuda_gated_bwd<UPI_CUDA_SIGMOID>(c, "glu_bwd", gate, up, dy);
 }
 
 /* ---- cross entropy ---- */
