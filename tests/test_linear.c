@@ -259,6 +259,7 @@ int main(void)
     TEST(check_linear_types(&c, UPIPE_F16));
     check_linear_gates(&c);
     check_linear_long(&c);
+    check_linear_small(&c);
     test_threads(&c, &ops);
     test_pass();
     TEST(test_refusals(&c));
