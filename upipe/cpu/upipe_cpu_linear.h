@@ -37,31 +37,27 @@ enum {
  *   kq dkq     [key_dim]: K and Q, which has the scale; their gradients, sums over the heads of a key head
  *   key        [key_dim]: rows of a product
  *   w          [value_dim]: W, and Q S in a forward
- *   u          [value_dim]: U
+ *   u          [value_dim]: U, where there is beta;  values: U, or the call's own rows of V
  *   r          [value_dim]: gradients of U, then of R; behind them that of O. In a forward P U
  *   d a        [wide]: D, -beta M
  *   mp x       [wide]: M and P; their gradients
  *   sums dsums f64: G and its gradient;  dots: sums of rows
  *   up down    e^G, e^(G_l - G);  both: -beta e^G, e^G;  beta dbeta
  *   next       [key_dim][value_dim]: what a state, or its gradient, gets from a chunk
+ *   kept       w u mp a of a chunk; in a backward with beta of all in a run, [heads of a key head][chunks]: what U needs
+ *              is computed with the states
  *   state      [heads of a key head][chunks of a run][key_dim][value_dim], states [...][runs]...: the backward's */
-#define UPI_LINEAR_KEY(X)   X(kq) X(key) X(dkq)
-#define UPI_LINEAR_VALUE(X) X(w) X(u) X(r)
-#define UPI_LINEAR_WIDE(X)  X(d) X(mp) X(a) X(x)
-#define UPI_LINEAR_ROW(X)   X(up) X(down) X(both) X(beta) X(dbeta)
 typedef struct upi_linear_worker {
     upipe_ctx ctx; /* a table without threads: a head's products stay on its thread */
     upipe_ops ops;
     upipe_status status;
     const upipe_linear *call;
-#define UPI_LINEAR_FIELD(name) float *name;
-    UPI_LINEAR_KEY(UPI_LINEAR_FIELD)
-    UPI_LINEAR_VALUE(UPI_LINEAR_FIELD)
-    UPI_LINEAR_WIDE(UPI_LINEAR_FIELD)
-    UPI_LINEAR_ROW(UPI_LINEAR_FIELD)
-#undef UPI_LINEAR_FIELD
+    float *kq, *key, *dkq, *w, *u, *r, *mp, *a, *d, *x, *up, *down, *both, *beta, *dbeta;
+    upipe_view values;
     double *sums, *dsums, *dots;
     float *next, *state, *states;
+    char *kept;
+    size_t kept_bytes; /* from a chunk to the next one */
     void *work;
     size_t work_bytes;
     int wide;
@@ -113,34 +109,55 @@ UPIPE_API size_t upi_linear_gemm_bytes(const upipe_ops *ops, const upipe_linear 
     return most;
 }
 
+/* Lays out what is kept of a chunk at `base`, which may be NULL; returns its bytes. */
+UPIPE_API size_t upi_linear_keep(upi_linear_worker *w, const upipe_linear *a, int parts, void *base)
+{
+    const size_t row = (size_t)a->chunk * 4;
+    size_t at = 0;
+    w->w = (float *)upi_linear_place(base, &at, row * (size_t)(parts * a->v.d));
+    w->u = (float *)upi_linear_place(base, &at, row * (size_t)a->v.d);
+    w->mp = (float *)upi_linear_place(base, &at, row * (size_t)(2 * w->wide));
+    w->a = (float *)upi_linear_place(base, &at, row * (size_t)w->wide);
+    return at;
+}
+
 /* Lays out a worker; returns its bytes. NULL: nothing but these. */
 UPIPE_API size_t upi_linear_layout(upi_linear_worker *w, const upipe_ops *ops, const upi_linear_job *job)
 {
     const upipe_linear *a = job->a;
-    const size_t row = (size_t)a->chunk * 8, state = (size_t)a->q.d * (size_t)a->v.d * 4;
-    const size_t group = (size_t)(a->v.h / a->q.h);
-    size_t at = 0;
+    const size_t row = (size_t)a->chunk * 4, state = (size_t)a->q.d * (size_t)a->v.d * 4;
+    const size_t group = (size_t)(a->v.h / a->q.h), run = group * (size_t)job->run;
+    size_t at = 0, kept;
     upi_linear_worker local;
     upi_linear_worker *const to = w != NULL ? w : &local;
     upi_linear_place(w, &at, sizeof *w);
     to->ops = *ops;
     to->ops.par = NULL;
     to->wide = (a->chunk + 15) / 16 * 16;
-#define UPI_LINEAR_PLACE_KEY(name)   to->name = (float *)upi_linear_place(w, &at, row * (size_t)a->q.d);
-#define UPI_LINEAR_PLACE_VALUE(name) to->name = (float *)upi_linear_place(w, &at, row * (size_t)a->v.d);
-#define UPI_LINEAR_PLACE_WIDE(name)  to->name = (float *)upi_linear_place(w, &at, row * (size_t)to->wide);
-#define UPI_LINEAR_PLACE_ROW(name)   to->name = (float *)upi_linear_place(w, &at, row);
-    UPI_LINEAR_KEY(UPI_LINEAR_PLACE_KEY)
-    UPI_LINEAR_VALUE(UPI_LINEAR_PLACE_VALUE)
-    UPI_LINEAR_WIDE(UPI_LINEAR_PLACE_WIDE)
-    UPI_LINEAR_ROW(UPI_LINEAR_PLACE_ROW)
-    to->sums = (double *)upi_linear_place(w, &at, row);
-    to->dsums = (double *)upi_linear_place(w, &at, (size_t)to->wide * 8);
-    to->dots = (double *)upi_linear_place(w, &at, 2 * row);
-    to->next = (float *)upi_linear_place(w, &at, state);
-    to->state = (float *)upi_linear_place(w, &at, job->run > 0 ? group * (size_t)job->run * state : 0);
-    to->states = (float *)upi_linear_place(
-        w, &at, job->run > 0 ? group * (size_t)((job->chunks + job->run - 1) / job->run) * state : 0);
+#define UPI_LINEAR_PLACE(type, name, bytes) to->name = (type *)upi_linear_place(w, &at, bytes)
+    UPI_LINEAR_PLACE(float, kq, 2 * row * (size_t)a->q.d);
+    UPI_LINEAR_PLACE(float, key, 2 * row * (size_t)a->q.d);
+    UPI_LINEAR_PLACE(float, dkq, 2 * row * (size_t)a->q.d);
+    UPI_LINEAR_PLACE(float, r, 2 * row * (size_t)a->v.d);
+    UPI_LINEAR_PLACE(float, d, row *(size_t)to->wide);
+    UPI_LINEAR_PLACE(float, x, 2 * row * (size_t)to->wide);
+    UPI_LINEAR_PLACE(float, up, row);
+    UPI_LINEAR_PLACE(float, down, row);
+    UPI_LINEAR_PLACE(float, both, 2 * row);
+    UPI_LINEAR_PLACE(float, beta, row);
+    UPI_LINEAR_PLACE(float, dbeta, row);
+    UPI_LINEAR_PLACE(double, sums, 2 * row);
+    UPI_LINEAR_PLACE(double, dsums, (size_t)to->wide * 8);
+    UPI_LINEAR_PLACE(double, dots, 4 * row);
+    UPI_LINEAR_PLACE(float, next, state);
+    UPI_LINEAR_PLACE(float, state, run *state);
+    UPI_LINEAR_PLACE(float, states,
+                     run > 0 ? group * (size_t)((job->chunks + job->run - 1) / job->run) * state : 0);
+    kept = upi_linear_keep(to, a, run > 0 ? 1 : 2, NULL);
+    to->kept_bytes = a->beta.data != NULL ? kept : 0;
+    UPI_LINEAR_PLACE(char, kept, kept + (run > 0 ? run - 1 : 0) * to->kept_bytes);
+#undef UPI_LINEAR_PLACE
+    upi_linear_keep(to, a, run > 0 ? 1 : 2, to->kept);
     to->work_bytes = upi_linear_gemm_bytes(&to->ops, a);
     to->work = upi_linear_place(w, &at, to->work_bytes);
     return at;
@@ -309,17 +326,35 @@ UPI_CPU_KERNEL void upi_linear_gates(upi_linear_worker *w, int64_t row, int l, i
     }
 }
 
-/* x times D up to the diagonal, or below it; zeros behind. a = -beta times that, where it is wanted. */
-UPI_CPU_KERNEL void upi_linear_mask(upi_linear_worker *w, float *x, float *a, int l, int diagonal)
+/* A vector of row i of a product, from column j on: times D up to column `last`, zeros behind. */
+UPI_INLINE upi_fw upi_linear_masked(const float *x, const float *d, int j, int last)
+{
+    return upi_fw_select(upi_wide_above(last - j), upi_fw_zero(),
+                         upi_fw_mul(upi_fw_load(x + j), upi_fw_load(d + j)));
+}
+
+/* M below the diagonal, where m holds K K^T, and a = -beta M; vectors above it are not read. */
+UPI_CPU_KERNEL void upi_linear_mask_m(upi_linear_worker *w, int l)
 {
     int i, j;
     for (i = 0; i < l; ++i) {
-        float *const row = x + (int64_t)i * w->wide;
-        const float *const d = w->d + (int64_t)i * w->wide;
-        const int end = i + diagonal;
-        for (j = 0; j < end; ++j) row[j] *= d[j];
-        for (; j < w->wide; ++j) row[j] = 0;
-        for (j = 0; a != NULL && j < w->wide; ++j) a[(int64_t)i * w->wide + j] = -w->beta[i] * row[j];
+        const int64_t row = (int64_t)i * w->wide;
+        for (j = 0; j < i; j += UPI_WIDE) {
+            const upi_fw m = upi_linear_masked(w->mp + row, w->d + row, j, i - 1);
+            upi_fw_store(w->mp + row + j, m);
+            upi_fw_store(w->a + row + j, upi_fw_mul(m, upi_fw_set1(-w->beta[i])));
+        }
+    }
+}
+
+/* P, where p holds Q K^T: zeros above the diagonal. */
+UPI_CPU_KERNEL void upi_linear_mask_p(upi_linear_worker *w, float *p, int l)
+{
+    const float *d = w->d;
+    int i, j;
+    for (i = 0; i < l; ++i, p += w->wide, d += w->wide) {
+        for (j = 0; j <= i; j += UPI_WIDE) upi_fw_store(p + j, upi_linear_masked(p, d, j, i));
+        for (; j < w->wide; j += UPI_WIDE) upi_fw_store(p + j, upi_fw_zero());
     }
 }
 
@@ -420,23 +455,21 @@ UPI_CPU_KERNEL void upi_linear_unmask(upi_linear_worker *w, float *x, const floa
 {
     enum { SUMS = 8 };
     int i, j, k;
-    for (i = 0; i < l; ++i) {
-        float *const row = x + (int64_t)i * w->wide;
-        const float *const d = w->d + (int64_t)i * w->wide, *const p = product + (int64_t)i * w->wide;
-        const int end = i + diagonal;
-        const double beta = times_beta ? (double)w->beta[i] : 1;
+    for (i = 0; i < l; ++i, x += w->wide, product += w->wide) {
+        const float *const d = w->d + (int64_t)i * w->wide;
+        const float beta = times_beta ? w->beta[i] : 1;
         double part[SUMS] = {0}, sum = 0;
-        for (j = end; j < w->wide; ++j) row[j] = 0;
-        for (j = 0; j < end; j += SUMS)
-            for (k = 0; k < SUMS; ++k) {
-                const double through = (double)(sign * row[j + k]) * (double)p[j + k];
-                part[k] += through;
-                w->dsums[j + k] -= beta * through;
+        for (j = i + diagonal; j < w->wide; ++j) x[j] = 0;
+        for (j = 0; j < i + diagonal; j += SUMS)
+            for (k = j; k < j + SUMS; ++k) {
+                const double through = (double)(sign * x[k]) * (double)product[k];
+                part[k - j] += through;
+                w->dsums[k] -= (double)beta * through;
+                x[k] *= sign * beta * d[k];
             }
         for (k = 0; k < SUMS; ++k) sum += part[k];
-        w->dsums[i] += beta * sum;
+        w->dsums[i] += (double)beta * sum;
         if (times_beta) w->dbeta[i] += (float)sum;
-        for (j = 0; j < end; ++j) row[j] *= sign * (float)beta * d[j];
     }
 }
 
@@ -488,26 +521,32 @@ UPI_INLINE int upi_linear_first(const upi_linear_worker *w, int l)
     return w->call->beta.data != NULL ? 0 : l;
 }
 
-/* The gates and U of a chunk that begins with state s; with beta also M, -beta M and W. Of K and Q, as many rows as are
- * multiplied by K, and by the state: l or 2l. */
-UPIPE_API void upi_linear_values(upi_linear_worker *w, int64_t row, int l, int head, const float *s, int by_k,
-                                 int by_s)
+/* The gates, K, where U is, and some rows of M and P, first .. end - 1: 0 to l is M, with -beta M, and l to 2l P, with Q. */
+UPIPE_API void upi_linear_squares(upi_linear_worker *w, int64_t row, int l, int head, int first, int end)
 {
     const upipe_linear *a = w->call;
-    const int first = upi_linear_first(w, l), key = head / (a->v.h / a->q.h);
+    const int key = head / (a->v.h / a->q.h);
     upi_linear_gates(w, row, l, head);
     upi_linear_load(w->kq, a->k, row, l, key, 1);
-    if (by_k > l) upi_linear_load(w->kq + (int64_t)l * a->q.d, a->q, row, l, key, a->scale);
-    upi_linear_product(w, upi_linear_square(w, w->mp, first, by_k, l), upi_linear_key(w, w->kq, first, by_k),
+    if (end > l) upi_linear_load(w->kq + (int64_t)l * a->q.d, a->q, row, l, key, a->scale);
+    upi_linear_product(w, upi_linear_square(w, w->mp, first, end, l), upi_linear_key(w, w->kq, first, end),
                        upi_linear_key(w, w->kq, 0, l), UPIPE_GEMM_TRANS_B);
-    if (by_k > l) upi_linear_mask(w, w->mp + (int64_t)l * w->wide, NULL, l, 1);
-    upi_linear_product(w, upi_linear_value(w, w->w, first, by_s), upi_linear_key(w, w->kq, first, by_s),
+    w->values = a->v;
+    w->values.data = upipe_view_at(a->v, row, head);
+    w->values.n = l, w->values.h = 1;
+    if (a->beta.data != NULL) w->values = upi_linear_value(w, w->u, 0, l);
+    if (first < l) upi_linear_mask_m(w, l);
+    if (end > l) upi_linear_mask_p(w, w->mp + (int64_t)l * w->wide, l);
+}
+
+/* With beta W and U of a chunk that begins with state s. Behind it Q S, where end is 2l and not l. */
+UPIPE_API void upi_linear_values(upi_linear_worker *w, int64_t row, int l, int head, const float *s, int end)
+{
+    const upipe_linear *a = w->call;
+    const int first = upi_linear_first(w, l);
+    upi_linear_product(w, upi_linear_value(w, w->w, first, end), upi_linear_key(w, w->kq, first, end),
                        upi_linear_state(w, s), 0);
-    if (first > 0) {
-        upi_linear_load(w->u, a->v, row, l, head, 1);
-        return;
-    }
-    upi_linear_mask(w, w->mp, w->a, l, 0);
+    if (first > 0) return;
     upi_linear_rest(w, row, l, head);
     upi_linear_solve(w->u, a->v.d, w->a, w->wide, 1, l, a->v.d);
 }
@@ -517,8 +556,8 @@ UPIPE_API void upi_linear_advance(upi_linear_worker *w, int l, const float *s, f
 {
     const upipe_linear *a = w->call;
     upi_linear_scale(w->key, w->kq, w->down, l, a->q.d);
-    upi_linear_product(w, upi_linear_state(w, w->next), upi_linear_key(w, w->key, 0, l),
-                       upi_linear_value(w, w->u, 0, l), UPIPE_GEMM_TRANS_A);
+    upi_linear_product(w, upi_linear_state(w, w->next), upi_linear_key(w, w->key, 0, l), w->values,
+                       UPIPE_GEMM_TRANS_A);
     upi_linear_next(to, s, w->next, w->last, (int64_t)a->q.d * a->v.d);
 }
 
@@ -542,9 +581,10 @@ UPIPE_API void upi_linear_fwd_item(void *arg, int64_t i, int32_t worker)
     for (row = 0; row < a->q.n; row = end) {
         const int l = (int)((end = upipe_linear_chunk_end(a, row)) - row);
         if (upipe_linear_begins(a, row)) memset(s, 0, size * 4);
-        upi_linear_values(w, row, l, head, s, 2 * l, 2 * l);
+        upi_linear_squares(w, row, l, head, upi_linear_first(w, l), 2 * l);
+        upi_linear_values(w, row, l, head, s, 2 * l);
         upi_linear_product(w, upi_linear_value(w, w->r, 0, l), upi_linear_square(w, w->mp, l, 2 * l, l),
-                           upi_linear_value(w, w->u, 0, l), 0);
+                           w->values, 0);
         upi_linear_store(a->o, row, l, head, w->w + (int64_t)l * a->v.d, w->up, w->r);
         upi_linear_advance(w, l, s, s);
     }
@@ -590,8 +630,7 @@ UPIPE_API void upi_linear_squares_bwd(upi_linear_worker *w, int l)
     const int first = upi_linear_first(w, l);
     const int64_t half = (int64_t)l * w->wide;
     upi_linear_product(w, upi_linear_square(w, w->x, first, 2 * l, l),
-                       upi_linear_value(w, w->r, first, 2 * l), upi_linear_value(w, w->u, 0, l),
-                       UPIPE_GEMM_TRANS_B);
+                       upi_linear_value(w, w->r, first, 2 * l), w->values, UPIPE_GEMM_TRANS_B);
     upi_linear_unmask(w, w->x + half, w->mp + half, l, 1, 1, 0);
     if (first > 0) return;
     upi_linear_unmask(w, w->x, w->mp, l, 0, -1, 1);
@@ -610,8 +649,8 @@ UPIPE_API void upi_linear_values_bwd(upi_linear_worker *w, int l, const float *s
     upi_linear_scale(w->key, w->kq, w->down, l, a->q.d);
     upi_linear_product(w, upi_linear_value(w, w->r, 0, l), upi_linear_key(w, w->key, 0, l),
                        upi_linear_state(w, ds), UPIPE_GEMM_ACCUMULATE);
-    upi_linear_product(w, upi_linear_key(w, w->key, 0, l), upi_linear_value(w, w->u, 0, l),
-                       upi_linear_state(w, ds), UPIPE_GEMM_TRANS_B);
+    upi_linear_product(w, upi_linear_key(w, w->key, 0, l), w->values, upi_linear_state(w, ds),
+                       UPIPE_GEMM_TRANS_B);
     upi_linear_reach(w->dkq, w->key, w->down, w->kq, w->dots, l, a->q.d);
     for (i = 0; i < l; ++i) {
         w->dsums[i] -= w->dots[i];
@@ -624,7 +663,7 @@ UPIPE_API void upi_linear_values_bwd(upi_linear_worker *w, int l, const float *s
     for (i = 0; i < l; ++i) w->dbeta[i] = (float)upi_linear_dot(w->r + i * d, w->w + i * d, d);
 }
 
-/* A chunk: s is the state that it begins with; ds, the gradient of the state behind it, becomes that of s. */
+/* A chunk, of which M, W and U are kept: s is the state that it begins with; ds, the gradient of the state behind it, becomes that of s. */
 UPIPE_API void upi_linear_bwd_chunk(upi_linear_worker *w, const upipe_linear_grad *g, int64_t row, int l,
                                     int head, const float *s, float *ds)
 {
@@ -633,7 +672,7 @@ UPIPE_API void upi_linear_bwd_chunk(upi_linear_worker *w, const upipe_linear_gra
     const int64_t d = a->q.d, skipped = first * d;
     double sum = 0;
     int i;
-    upi_linear_values(w, row, l, head, s, 2 * l, l);
+    upi_linear_squares(w, row, l, head, l, 2 * l);
     upi_linear_load(w->r + (int64_t)l * a->v.d, g->dout, row, l, head, 1);
     memset(w->dsums, 0, (size_t)w->wide * sizeof *w->dsums);
     for (i = 0; i < l; ++i) {
@@ -680,43 +719,48 @@ UPIPE_API void upi_linear_bwd_item(void *arg, int64_t i, int32_t worker)
     const size_t size = (size_t)a->q.d * (size_t)a->v.d;
     const int group = a->v.h / a->q.h, first = (int)i * group;
     const int64_t runs = (job->chunks + job->run - 1) / job->run;
-    int64_t run, chunk, row, end;
-    int j;
+    int64_t run, chunk, row;
+    int j, l;
     for (j = 0; j < group; ++j) { /* states that runs begin with */
         float *s = w->state;
         memcpy(s, a->state + (size_t)(first + j) * size, size * 4);
-        for (chunk = row = 0; chunk < job->chunks; ++chunk, row = end) {
-            end = upipe_linear_chunk_end(a, row);
+        for (chunk = row = 0; chunk < job->chunks; ++chunk, row += l) {
+            l = (int)(upipe_linear_chunk_end(a, row) - row);
             if (upipe_linear_begins(a, row)) memset(s, 0, size * 4);
             if (chunk % job->run == 0)
                 memcpy(w->states + (size_t)(j * runs + chunk / job->run) * size, s, size * 4);
-            upi_linear_values(w, row, (int)(end - row), first + j, s, (int)(end - row), (int)(end - row));
-            upi_linear_advance(w, (int)(end - row), s, s);
+            if (chunk == (runs - 1) * job->run) break;
+            upi_linear_squares(w, row, l, first + j, upi_linear_first(w, l), l);
+            upi_linear_values(w, row, l, first + j, s, l);
+            upi_linear_advance(w, l, s, s);
         }
     }
     for (run = runs - 1; run >= 0; --run) {
         const int64_t begin = run * job->run,
                       last = begin + job->run < job->chunks ? begin + job->run : job->chunks;
         const int64_t start = upi_linear_row(a, begin, 0, 0);
-        for (j = 0; j < group; ++j) { /* states that chunks of the run begin with */
+        for (j = 0; j < group; ++j) { /* states that chunks of the run begin with, and what is kept of them */
             float *s = w->state + (size_t)(j * job->run) * size;
             memcpy(s, w->states + (size_t)(j * runs + run) * size, size * 4);
-            for (chunk = begin, row = start; chunk + 1 < last; ++chunk, row = end, s += size) {
-                end = upipe_linear_chunk_end(a, row);
-                upi_linear_values(w, row, (int)(end - row), first + j, s, (int)(end - row), (int)(end - row));
-                upi_linear_advance(w, (int)(end - row), s, s + size);
-                if (upipe_linear_begins(a, end)) memset(s + size, 0, size * 4);
+            for (chunk = begin, row = start; chunk < last; ++chunk, row += l, s += size) {
+                l = (int)(upipe_linear_chunk_end(a, row) - row);
+                upi_linear_keep(w, a, 1, w->kept + (size_t)(j * job->run + chunk - begin) * w->kept_bytes);
+                upi_linear_squares(w, row, l, first + j, upi_linear_first(w, l), l);
+                upi_linear_values(w, row, l, first + j, s, l);
+                if (chunk + 1 == last) break;
+                upi_linear_advance(w, l, s, s + size);
+                if (upipe_linear_begins(a, row + l)) memset(s + size, 0, size * 4);
             }
         }
         for (chunk = last - 1; chunk >= begin; --chunk) {
-            int l;
             row = upi_linear_row(a, chunk, begin, start);
             l = (int)(upipe_linear_chunk_end(a, row) - row);
             memset(w->dkq, 0, (size_t)(2 * l * a->q.d) * 4);
             for (j = 0; j < group; ++j) {
+                const size_t number = (size_t)(j * job->run + chunk - begin);
                 float *ds = job->g->dstate + (size_t)(first + j) * size;
-                upi_linear_bwd_chunk(w, job->g, row, l, first + j,
-                                     w->state + (size_t)(j * job->run + chunk - begin) * size, ds);
+                upi_linear_keep(w, a, 1, w->kept + number * w->kept_bytes);
+                upi_linear_bwd_chunk(w, job->g, row, l, first + j, w->state + number * size, ds);
                 if (upipe_linear_begins(a, row)) memset(ds, 0, size * 4);
             }
             for (j = 0; j < l; ++j) w->both[j] = 1, w->both[l + j] = a->scale;
