@@ -41,10 +41,10 @@ enum {
  *   r          [value_dim]: gradients of U, then of R; behind them that of O. In a forward P U
  *   d a        [wide]: D, -beta M
  *   mp x       [wide]: M and P; their gradients
- *   sums dsums f64: G and its gradient;  dots: sums of rows
+ *   sums dsums f64: G and its gradient;  high low: G as the sum of two;  dots: sums of rows
  *   up down    e^G, e^(G_l - G);  both: -beta e^G, e^G;  beta dbeta
  *   next       [key_dim][value_dim]: what a state, or its gradient, gets from a chunk
- *   kept       w u mp a of a chunk; in a backward with beta of all in a run, [heads of a key head][chunks]: what U needs
+ *   kept       w u mp a d of a chunk; in a backward with beta of all in a run, [heads of a key head][chunks]: what U needs
  *              is computed with the states
  *   state      [heads of a key head][chunks of a run][key_dim][value_dim], states [...][runs]...: the backward's */
 typedef struct upi_linear_worker {
@@ -52,7 +52,7 @@ typedef struct upi_linear_worker {
     upipe_ops ops;
     upipe_status status;
     const upipe_linear *call;
-    float *kq, *key, *dkq, *w, *u, *r, *mp, *a, *d, *x, *up, *down, *both, *beta, *dbeta;
+    float *kq, *key, *dkq, *w, *u, *r, *mp, *a, *d, *x, *high, *low, *up, *down, *both, *beta, *dbeta;
     upipe_view values;
     double *sums, *dsums, *dots;
     float *next, *state, *states;
@@ -118,6 +118,7 @@ UPIPE_API size_t upi_linear_keep(upi_linear_worker *w, const upipe_linear *a, in
     w->u = (float *)upi_linear_place(base, &at, row * (size_t)a->v.d);
     w->mp = (float *)upi_linear_place(base, &at, row * (size_t)(2 * w->wide));
     w->a = (float *)upi_linear_place(base, &at, row * (size_t)w->wide);
+    w->d = (float *)upi_linear_place(base, &at, row * (size_t)w->wide);
     return at;
 }
 
@@ -139,8 +140,9 @@ UPIPE_API size_t upi_linear_layout(upi_linear_worker *w, const upipe_ops *ops, c
     UPI_LINEAR_PLACE(float, key, 2 * row * (size_t)a->q.d);
     UPI_LINEAR_PLACE(float, dkq, 2 * row * (size_t)a->q.d);
     UPI_LINEAR_PLACE(float, r, 2 * row * (size_t)a->v.d);
-    UPI_LINEAR_PLACE(float, d, row *(size_t)to->wide);
     UPI_LINEAR_PLACE(float, x, 2 * row * (size_t)to->wide);
+    UPI_LINEAR_PLACE(float, high, (size_t)to->wide * 4);
+    UPI_LINEAR_PLACE(float, low, (size_t)to->wide * 4);
     UPI_LINEAR_PLACE(float, up, row);
     UPI_LINEAR_PLACE(float, down, row);
     UPI_LINEAR_PLACE(float, both, 2 * row);
@@ -150,7 +152,7 @@ UPIPE_API size_t upi_linear_layout(upi_linear_worker *w, const upipe_ops *ops, c
     UPI_LINEAR_PLACE(double, dsums, (size_t)to->wide * 8);
     UPI_LINEAR_PLACE(double, dots, 4 * row);
     UPI_LINEAR_PLACE(float, next, state);
-    UPI_LINEAR_PLACE(float, state, run *state);
+    UPI_LINEAR_PLACE(float, state, state *run);
     UPI_LINEAR_PLACE(float, states,
                      run > 0 ? group * (size_t)((job->chunks + job->run - 1) / job->run) * state : 0);
     kept = upi_linear_keep(to, a, run > 0 ? 1 : 2, NULL);
@@ -303,27 +305,37 @@ UPI_CPU_KERNEL void upi_linear_next(float *to, const float *s, const float *more
                                              upi_row_get(more, UPIPE_F32, k, m))));
 }
 
-/* G, its exponentials, D and beta of a chunk. */
+/* G, its exponentials and beta of a chunk. */
 UPI_CPU_KERNEL void upi_linear_gates(upi_linear_worker *w, int64_t row, int l, int head)
 {
     const upipe_linear *a = w->call;
     double sum = 0;
-    int i, j;
+    int i;
     for (i = 0; i < l; ++i) {
         const double g = *(const float *)upipe_view_at(a->g, row + i, head), lowest = UPI_LINEAR_LOWEST;
         sum += g < lowest ? lowest : g; /* a NaN stays one */
         w->sums[i] = sum;
+        w->high[i] = (float)sum;
+        w->low[i] = (float)(sum - (double)w->high[i]);
         w->up[i] = (float)exp(sum);
         w->beta[i] = a->beta.data != NULL ? *(const float *)upipe_view_at(a->beta, row + i, head) : 1;
     }
     w->last = sum;
-    for (i = 0; i < l; ++i) {
-        float *d = w->d + (int64_t)i * w->wide;
-        w->down[i] = (float)exp(sum - w->sums[i]);
-        for (j = 0; j <= i; ++j) d[j] = (float)(w->sums[i] - w->sums[j]);
-        for (; j < w->wide; ++j) d[j] = UPI_LINEAR_LOWEST;
-        for (j = 0; j <= i; j += UPI_WIDE) upi_fw_store(d + j, upi_fw_exp(upi_fw_load(d + j)));
-    }
+    for (i = 0; i < l; ++i) w->down[i] = (float)exp(sum - w->sums[i]);
+}
+
+/* D, with zeros above the diagonal; vectors above it are not read. */
+UPI_CPU_KERNEL void upi_linear_decays(upi_linear_worker *w, int l)
+{
+    int i, j;
+    for (i = 0; i < l; ++i)
+        for (j = 0; j <= i; j += UPI_WIDE) {
+            const upi_fw high = upi_fw_sub(upi_fw_set1(w->high[i]), upi_fw_load(w->high + j));
+            const upi_fw low = upi_fw_sub(upi_fw_set1(w->low[i]), upi_fw_load(w->low + j));
+            const upi_fw x =
+                upi_fw_select(upi_wide_above(i - j), upi_fw_set1(UPI_LINEAR_LOWEST), upi_fw_add(high, low));
+            upi_fw_store(w->d + (int64_t)i * w->wide + j, upi_fw_exp(x));
+        }
 }
 
 /* A vector of row i of a product, from column j on: times D up to column `last`, zeros behind. */
@@ -527,6 +539,7 @@ UPIPE_API void upi_linear_squares(upi_linear_worker *w, int64_t row, int l, int 
     const upipe_linear *a = w->call;
     const int key = head / (a->v.h / a->q.h);
     upi_linear_gates(w, row, l, head);
+    if (first < end && first == upi_linear_first(w, l)) upi_linear_decays(w, l); /* else they are kept */
     upi_linear_load(w->kq, a->k, row, l, key, 1);
     if (end > l) upi_linear_load(w->kq + (int64_t)l * a->q.d, a->q, row, l, key, a->scale);
     upi_linear_product(w, upi_linear_square(w, w->mp, first, end, l), upi_linear_key(w, w->kq, first, end),
