@@ -152,7 +152,7 @@ UPIPE_API size_t upi_linear_layout(upi_linear_worker *w, const upipe_ops *ops, c
     UPI_LINEAR_PLACE(double, dsums, (size_t)to->wide * 8);
     UPI_LINEAR_PLACE(double, dots, 4 * row);
     UPI_LINEAR_PLACE(float, next, state);
-    UPI_LINEAR_PLACE(float, state, state *run);
+    UPI_LINEAR_PLACE(float, state, run > 0 ? run * state : 0);
     UPI_LINEAR_PLACE(float, states,
                      run > 0 ? group * (size_t)((job->chunks + job->run - 1) / job->run) * state : 0);
     kept = upi_linear_keep(to, a, run > 0 ? 1 : 2, NULL);
