@@ -7,6 +7,7 @@
  *     const char *why = bench_gemm(b, &p);     NULL: done
  */
 #include "kernels.c"
+#include "upipe/cpu/upipe_cpu_bf16.h"
 
 /* bench_product -- c [m][n] = op(a) * op(b) over a depth of k, packed matrices of `dtype`, c of `out_dtype`
  *   a      [m][k], with UPIPE_GEMM_TRANS_A [k][m]
@@ -48,4 +49,10 @@ const char *bench_gemm(bench *b, const bench_product *p)
     upipe_status status = b->ops.gemm(&b->ctx, product_c(p), product_a(p), product_b(p), p->flags, p->work,
                                       (size_t)p->work_bytes);
     return status ? b->ctx.err.text : NULL;
+}
+
+/* From now on bf16's product is that in the processor's bf16 instructions. NULL: done; else why not */
+const char *bench_use_bf16_gemm(bench *b)
+{
+    return upipe_cpu_bf16(&b->ops, &b->ctx.err) ? b->ctx.err.text : NULL;
 }

@@ -15,7 +15,7 @@ Peers are the system's libraries, loaded by name (Debian and Ubuntu: apt-get ins
 libblis4-pthread libdnnl2); one that is not there is left out, and that is said. The first two have no bf16. BLIS takes
 kernels for AVX2 where it does not recognise a virtual machine's processor, and the environment may make OpenBLAS do so:
 both are told to take those for what --peer-isa allows. oneDNN multiplies bf16 with AMX where there is AMX; --peer-isa
-avx512 forbids it.
+avx512 forbids it. bf16 is this library's product in the processor's bf16 instructions, AMX or AVX512-BF16.
 
 Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 """
@@ -27,12 +27,12 @@ import sys
 
 import common
 
-PEERS = ['openblas', 'blis', 'onednn']
+PEERS = ['openblas', 'blis', 'onednn', 'bf16']
 SHAPES = ['qkv_nt', 'dx_nn', 'dw_tn']
 TRANS_A, TRANS_B, ACCUMULATE = 1, 2, 4
 FLAGS = {'qkv_nt': TRANS_B, 'dx_nn': 0, 'dw_tn': TRANS_A | ACCUMULATE}
 DTYPES = {'f32': 0, 'bf16': 1}  # upipe_dtype
-COLOURS = {'ours': '#e07a5f', 'openblas': '#3b4252', 'blis': '#81a969', 'onednn': '#2a9d8f'}
+COLOURS = {'ours': '#e07a5f', 'openblas': '#3b4252', 'blis': '#81a969', 'onednn': '#2a9d8f', 'bf16': '#f2a65a'}
 # What libraries call their kernels.
 CORES = {'avx2': {'OPENBLAS_CORETYPE': 'Haswell', 'BLIS_ARCH_TYPE': '3'},
          'avx512': {'OPENBLAS_CORETYPE': 'SkylakeX', 'BLIS_ARCH_TYPE': '0'},
@@ -150,6 +150,23 @@ class Ours:
     def close(self):
         for bench in self.benches.values():
             self.lib.bench_close(bench)
+
+
+class Bf16(Ours):
+    """This library's other product, a table entry for processors with bf16 instructions."""
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.lib.bench_use_bf16_gemm.argtypes = [ctypes.c_void_p]
+        self.lib.bench_use_bf16_gemm.restype = self.lib.bench_bf16_name.restype = ctypes.c_char_p
+        for bench in self.benches.values():
+            why = self.lib.bench_use_bf16_gemm(bench)
+            if why:
+                raise LookupError(why.decode())
+        self.about = self.lib.bench_bf16_name().decode()
+
+    def serve(self, problem, threads):
+        return super().serve(problem, threads) if problem.dtype == 'bf16' else None
 
 
 def load(name, package):
@@ -320,7 +337,8 @@ def choose_kernels(isa):
 
 
 def main(options):
-    contestants, left_out = common.contestants({'ours': lambda: Ours(options), **CONTESTANTS}, ['ours', *options.peers])
+    makers = {'ours': lambda: Ours(options), 'bf16': lambda: Bf16(options), **CONTESTANTS}
+    contestants, left_out = common.contestants(makers, ['ours', *options.peers])
     ours, names = contestants['ours'], [name for name in contestants if name != 'ours']
     common.log('validating against double precision')
     more = {'isa': options.isa, 'peer_isa': options.peer_isa,

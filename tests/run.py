@@ -33,6 +33,8 @@ QUIET = 9  # seconds without a line, at most
 # for the kernels (meson.build).
 INSTRUMENTED = ['-Dwerror=false', '-Doptimization=0']
 ASAN = ['-Db_sanitize=address,undefined', '-Dc_args=-fno-sanitize-recover=all']
+# What a program forgets to set is the same garbage every time, instead of what an earlier call has left.
+PATTERN = '-ftrivial-auto-var-init=pattern'
 CXX = {'gcc': 'g++', 'clang': 'clang++'}
 SLOW = 4  # how much longer a test may take in instrumented and emulated programs
 MODES = ('ordinary', 'full', 'all')
@@ -108,11 +110,12 @@ def parts():
     x86 = platform.machine() in ('x86_64', 'AMD64')
     checked = 'clang' if x86 and wide() else 'gcc'  # valgrind knows AVX2, but not AVX-512
     valgrind = ['valgrind', '--quiet', '--error-exitcode=9', '--leak-check=full', '--track-origins=yes']
+    pattern = [f'-Dc_args={PATTERN}', f'-Dcpp_args={PATTERN}'] if starts(PATTERN) else []
     cross = ['--cross-file', os.path.join(TOP, 'tests/aarch64.txt'), '-Dmpi=disabled', '-Dexamples=disabled']
     return [
         # The tests' own loops profit little from optimization, which takes two thirds of the time to compile them; kernels ask
         # for it themselves. Some of the emulator's longest repeat in another order what others do.
-        Part('gcc', ['-Doptimization=0'],
+        Part('gcc', ['-Doptimization=0', *pattern],
              full='compile unit bf16 fuzz property programs faults weights simt fake net links mutants bench',
              ordinary='compile unit property programs faults simt fake net torch',
              without='headers_cuda nccl_versions cudnn_plug faults_tcp faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '

@@ -8,11 +8,17 @@ import json
 import os
 import sys
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, needed, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
-
 TOP = os.path.abspath(sys.argv[1])
-os.environ['CFLAGS'] = '-O0'  # nothing is timed here; kernels are optimized anyway
+sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'), os.path.join(TOP, 'bench')]
+# pylint: disable=wrong-import-position
+from checks import check, needed, read, run_command, run_tests, write
+import common
+
+# Nothing is timed here, and kernels are optimized anyway. What a program forgets to set is garbage.
+os.environ['CFLAGS'] = '-O0'
+PATTERN = '-ftrivial-auto-var-init=pattern'
+if common.accepts(PATTERN):
+    os.environ['CFLAGS'] += f' {PATTERN}'
 RUN = ['sh', os.path.join(TOP, 'bench', 'run.sh')]
 COMPARE = [sys.executable, os.path.join(TOP, 'bench', 'compare.py')]
 HEADER = {'machine', 'features', 'compiler', 'command', 'date', 'isa', 'peer_isa', 'contestants', 'left_out', 'errors',
