@@ -157,15 +157,10 @@ UPIPE_API size_t upi_maps_work(upipe_ctx *c, upi_maps *w, upipe_linear_pass pass
     const upipe_view sum = upi_maps_view(NULL, 1, a->q.n, a->v.d);
     upipe_view cast = head, out = a->v;
     upipe_linear unit = upi_way_call(a, NULL).a;
-    size_t bytes = 0;
-    int i;
+    size_t bytes;
     unit.v.d = a->q.d;
-    for (i = 0; i < 2; ++i) {
-        int first;
-        const int n = upi_maps_stage(w, i == 0 ? 0 : upipe_scan_stages(&w->s) - 1, &first);
-        bytes = upipe_max_bytes(bytes, upi_way_work(c, a->rules, upi_way_call(a, NULL).a, n, pass));
-        bytes = upipe_max_bytes(bytes, upi_way_work(c, a->rules, unit, n, UPIPE_LINEAR_FWD));
-    }
+    bytes = upipe_max_bytes(upi_way_stages_work(c, a, upi_way_call(a, NULL).a, pass),
+                            upi_way_stages_work(c, a, unit, UPIPE_LINEAR_FWD));
     cast.dtype = a->q.dtype;
     out.h = w->heads;
     bytes = upipe_max_bytes(bytes, ops->gemm_bytes(ops, state, upi_maps_matrix(w, NULL, w->heads), state,

@@ -176,6 +176,15 @@ UPIPE_API size_t upi_way_work(upipe_ctx *c, const upipe_linear_ops *rules, upipe
     return upipe_linear_bytes(c, rules, &x, pass);
 }
 
+/* Scratch of the rule in stages of heads: the first one's or the last one's. */
+UPIPE_API size_t upi_way_stages_work(upipe_ctx *c, const upipe_linear_attn *a, upipe_linear x,
+                                     upipe_linear_pass pass)
+{
+    const upipe_scan s = upi_way_scan(a);
+    const int n = upi_scan_stage_heads(&s), last = s.heads - (upipe_scan_stages(&s) - 1) * n;
+    return upipe_max_bytes(upi_way_work(c, a->rules, x, n, pass), upi_way_work(c, a->rules, x, last, pass));
+}
+
 UPIPE_API upipe_status upi_way_fwd_rule(upipe_ctx *c, const upipe_linear_attn *a, const upipe_linear *call)
 {
     return c->mem->dry ? UPIPE_OK : upipe_linear_fwd(c, a->rules, call);
