@@ -9,7 +9,8 @@
  * it; (A, D) go to all earlier ranks, and dS -> A^T dS + D is the map. With the state's gradient behind its last token
  * a rank then runs the rule's backward.
  *
- * A border of documents among a rank's tokens makes A = 0: nobody behind it asks the ranks before it. */
+ * A border of documents among a rank's tokens makes A = 0: nobody behind it asks the ranks before it. Names begin with
+ * upi_maps_: those of upi_scan_ are the pass's, upipe_scan.h. */
 #ifndef UPIPE_WAY_SCAN_H
 #define UPIPE_WAY_SCAN_H
 

@@ -49,7 +49,7 @@ typedef struct upipe_linear_attn_grad {
 /* upipe_way_name -- for tables and sentences */
 UPIPE_API const char *upipe_way_name(upipe_way way)
 {
-    static const char *const names[UPIPE_WAYS] = {"pass", "scan", "all-to-all"};
+    static const char *const names[UPIPE_WAYS] = {"pass", "scan", "heads"};
     return names[way];
 }
 
