@@ -26,7 +26,7 @@ except ImportError:
     print('left out: transformers, as no Python here has a version with Qwen3.5, and PyTorch')
     sys.exit(77)
 
-# As test_linear_layer.c orders them; of Qwen3.5's module.
+# As lib/linear_layer.h orders them; of Qwen3.5's module.
 WEIGHTS = ['in_proj_qkv.weight', 'in_proj_z.weight', 'in_proj_b.weight', 'in_proj_a.weight', 'out_proj.weight', 'conv1d.weight',
            'A_log', 'dt_bias', 'norm.weight']
 SHAPE = ['hidden_size', 'linear_num_value_heads', 'linear_num_key_heads', 'linear_key_head_dim', 'linear_value_head_dim',

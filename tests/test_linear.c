@@ -1,12 +1,12 @@
-/* test_linear -- the rules of linear attention on the CPU: lib/linear.h, the oracle's own gradients, bits over threads and
- * ranks
+/* test_linear -- the rules of linear attention on the CPU: lib/linear.h and lib/linear_rows.h, the oracle's own gradients, bits
+ * over threads and ranks
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
 #include "upipe/cpu/upipe_cpu_linear.h"
 
 #include "lib/context.h"
-#include "lib/linear.h"
+#include "lib/linear_rows.h"
 #include "lib/workers.h"
 
 /* The oracle's gradients are those of its results: sum o dout + sum end dend, whose inputs are moved one by one. */
@@ -197,7 +197,8 @@ static upipe_status no_scratch(upipe_ctx *c, const upipe_linear *a)
 /* Rules that say 0 bytes of a call, as those of CUDA do of one without tokens, take none. */
 static void test_no_scratch(upipe_ctx *c)
 {
-    const upipe_linear_ops none = {.name = "none", .fwd = no_scratch, .bytes = no_bytes};
+    const upipe_linear_ops none = {
+        .name = "none", .chunk_max = UPIPE_LINEAR_CHUNK, .fwd = no_scratch, .bytes = no_bytes};
     test_rng r = {37};
     linear x = {.n = 9, .key_heads = 1, .heads = 2, .key_dim = 8, .value_dim = 16, .delta = 1};
     upipe_linear_grad g;
@@ -259,6 +260,9 @@ int main(void)
     TEST(check_linear_types(&c, UPIPE_F16));
     check_linear_gates(&c);
     check_linear_long(&c);
+    check_conv_drawn(&c, 60);
+    check_conv_long(&c, 24700);
+    check_gates(&c, 16500);
     test_threads(&c, &ops);
     test_pass();
     TEST(test_refusals(&c));

@@ -83,6 +83,7 @@ struct upipe_linear_gates_grad; /* upipe_linear_rows.h */
 /* upipe_linear_ops -- what a backend implements; arguments are checked, and chunk and scale are set */
 typedef struct upipe_linear_ops {
     const char *name;
+    int chunk_max; /* tokens of a chunk, at most */
     upipe_status (*fwd)(upipe_ctx *c, const upipe_linear *a);
     upipe_status (*bwd)(upipe_ctx *c, const upipe_linear_grad *g);
     size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass);
@@ -126,7 +127,7 @@ UPIPE_API upipe_status upi_linear_like(upipe_ctx *c, const char *name, upipe_vie
 }
 
 /* Shapes and numbers of a call; sets the defaults. */
-UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, upipe_linear *a)
+UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, const upipe_linear_ops *rules, upipe_linear *a)
 {
     const upipe_view q = a->q;
     const int dtype = upipe_enum_number(&q.dtype, sizeof q.dtype);
@@ -157,6 +158,10 @@ UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, upipe_linear *a)
     if (a->state == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the state is NULL");
     UPIPE_TRY(upipe_borders_check(&c->err, &a->borders));
     if (a->chunk == 0) a->chunk = UPIPE_LINEAR_CHUNK;
+    if (a->chunk > rules->chunk_max)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "linear attention: chunks of %d tokens; the rules %s have at most %d", a->chunk,
+                          rules->name, rules->chunk_max);
     if (a->scale == 0) a->scale = (float)(1.0 / __builtin_sqrt((double)q.d));
     return UPIPE_OK;
 }
@@ -178,11 +183,11 @@ UPIPE_API size_t upipe_linear_bytes(upipe_ctx *c, const upipe_linear_ops *rules,
                                     upipe_linear_pass pass)
 {
     upipe_linear call = *a;
-    return upi_linear_check(c, &call) == UPIPE_OK ? rules->bytes(c->ops, &call, pass) : 0;
+    return upi_linear_check(c, rules, &call) == UPIPE_OK ? rules->bytes(c->ops, &call, pass) : 0;
 }
 
 /* upipe_linear_fwd -- o and the state behind the last token
- *   errors  ARG (shapes, too little scratch), UNSUPPORTED (dims, f16; on CUDA a chunk above 64), the gemm's
+ *   errors  ARG (shapes, too little scratch), UNSUPPORTED (dims, f16, a chunk above rules->chunk_max), the gemm's
  *   order   enqueued on ctx->stream
  */
 UPIPE_API upipe_status upipe_linear_fwd(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a)
@@ -191,7 +196,7 @@ UPIPE_API upipe_status upipe_linear_fwd(upipe_ctx *c, const upipe_linear_ops *ru
     if (rules == NULL || a == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the rules or the call are NULL");
     call = *a;
-    UPIPE_TRY(upi_linear_check(c, &call));
+    UPIPE_TRY(upi_linear_check(c, rules, &call));
     UPIPE_TRY(upi_linear_like(c, "o", a->o, a->q.n, a->v.h, a->v.d, a->q.dtype));
     if (a->out == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: out is NULL");
     UPIPE_TRY(upi_linear_check_work(c, a, rules->bytes(c->ops, &call, UPIPE_LINEAR_FWD)));
@@ -207,7 +212,7 @@ UPIPE_API upipe_status upipe_linear_bwd(upipe_ctx *c, const upipe_linear_ops *ru
     if (rules == NULL || g == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the rules or the call are NULL");
     call = *g;
-    UPIPE_TRY(upi_linear_check(c, a));
+    UPIPE_TRY(upi_linear_check(c, rules, a));
     UPIPE_TRY(upi_linear_like(c, "dout", g->dout, a->q.n, a->v.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_linear_like(c, "dq", g->dq, a->q.n, a->q.h, a->q.d, a->q.dtype));
     UPIPE_TRY(upi_linear_like(c, "dk", g->dk, a->q.n, a->q.h, a->q.d, a->q.dtype));

@@ -55,7 +55,7 @@ UPIPE_API upipe_status upi_way_check(upipe_ctx *c, const upipe_comm *comm, const
                           (long long)a->q.n, (long long)a->plan->local);
     *call = upi_way_call(a, NULL);
     call->a.state = states;
-    UPIPE_TRY(upi_linear_check(c, &call->a));
+    UPIPE_TRY(upi_linear_check(c, a->rules, &call->a));
     UPIPE_TRY(upi_scan_check(c, comm, &s, states));
     if (a->stage_heads % upi_way_group(a) != 0)
         return upipe_fail(

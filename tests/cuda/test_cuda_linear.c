@@ -1,38 +1,51 @@
-/* test_cuda_linear.c -- the CUDA rules of linear attention: lib/linear.h, runs of chunks, and what they refuse
+/* test_cuda_linear.c -- the CUDA rules of linear attention: lib/linear.h and lib/linear_rows.h, runs of chunks,
+ * launches of rows, and what they refuse
  *
  * A call's tensors, states and scratch lie in an allocation each, so that the fake finds who leaves one; the scratch is
  * exactly what was asked for, and the list of packed documents is spoilt when the call has returned.
  */
 #include "upipe/cuda/upipe_cuda_linear_bytes.h"
 
-#include "../lib/linear.h"
+#include "../lib/linear_rows.h"
 #include "cuda/staged.h"
 
 void app_linear(upipe_linear_ops *rules); /* 09_cuda.cu */
 
 static upipe_linear_ops on_device;
 
+/* The call's own borders, which are spoilt when it has returned; NULL: it has none. */
+static int64_t *borders_of(upipe_borders *b)
+{
+    const size_t bytes = ((size_t)b->cu_seqlens_n + 1) * sizeof(int64_t);
+    int64_t *borders;
+    if (b->cu_seqlens == NULL) return NULL;
+    borders = (int64_t *)malloc(bytes);
+    if (borders == NULL) exit(2);
+    b->cu_seqlens = (const int64_t *)memcpy(borders, b->cu_seqlens, bytes);
+    return borders;
+}
+
+static void borders_spoil(int64_t *borders, const upipe_borders *b)
+{
+    if (borders != NULL) memset(borders, 0x7f, ((size_t)b->cu_seqlens_n + 1) * sizeof *borders);
+}
+
 /* The call with the device's addresses, and borders of its own. */
 static upipe_linear there_of(const upipe_linear *a, int64_t **borders)
 {
-    const size_t bytes = ((size_t)a->borders.cu_seqlens_n + 1) * sizeof **borders;
     upipe_linear there = *a;
     upipe_view *const views[] = {&there.q, &there.k, &there.v, &there.o, &there.g, &there.beta};
     for (int i = 0; i < 6; ++i) *views[i] = staged_view(*views[i]);
     there.state = (const float *)staged_at(a->state);
     there.out = (float *)staged_at(a->out);
     there.work = device_new(staged.d, a->work_bytes);
-    *borders = NULL;
-    if (a->borders.cu_seqlens == NULL) return there;
-    *borders = (int64_t *)malloc(bytes);
-    if (*borders == NULL) exit(2);
-    there.borders.cu_seqlens = (const int64_t *)memcpy(*borders, a->borders.cu_seqlens, bytes);
+    *borders = borders_of(&there.borders);
     return there;
 }
 
 static upipe_status there_end(upipe_status s, const upipe_linear *there, int64_t *borders)
 {
-    if (borders != NULL) memset(borders, 0x7f, ((size_t)there->borders.cu_seqlens_n + 1) * sizeof *borders);
+    borders_spoil(borders, &there->borders);
     s = staged_end(s, "linear attention");
     device_free(staged.d, there->work);
     free(borders);
@@ -75,6 +88,104 @@ static upipe_status staged_linear_bwd(upipe_ctx *c, const upipe_linear_grad *g)
     for (int i = 0; i < 6; ++i) *views[i] = staged_view(*views[i]);
     there.dstate = (float *)staged_at(g->dstate);
     return there_end(upipe_linear_bwd(&staged.d->c, &on_device, &there), &there.a, borders);
+}
+
+static void reach_conv(const upipe_linear_conv *a)
+{
+    const size_t weights = (size_t)a->x.d * (size_t)a->taps * sizeof(float);
+    staged_reach_view(a->x), staged_reach_view(a->before), staged_reach(a->weight, weights);
+    if (a->y.data != NULL) staged_reach_view(a->y);
+    if (a->after.data != NULL) staged_reach_view(a->after);
+}
+
+static upipe_linear_conv conv_there(const upipe_linear_conv *a)
+{
+    upipe_linear_conv there = *a;
+    there.x = staged_view(a->x), there.y = staged_view(a->y);
+    there.before = staged_view(a->before), there.after = staged_view(a->after);
+    there.weight = (const float *)staged_at(a->weight);
+    return there;
+}
+
+static upipe_status staged_conv(upipe_ctx *c, const upipe_linear_conv *a)
+{
+    upipe_linear_conv there;
+    int64_t *borders;
+    upipe_status s;
+    (void)c;
+    reach_conv(a);
+    staged_begin(1);
+    there = conv_there(a);
+    borders = borders_of(&there.borders);
+    s = on_device.conv(&staged.d->c, &there);
+    borders_spoil(borders, &there.borders);
+    s = staged_end(s, "the convolution");
+    free(borders);
+    return s;
+}
+
+static upipe_status staged_conv_bwd(upipe_ctx *c, const upipe_linear_conv_grad *g)
+{
+    const size_t weights = (size_t)g->a.x.d * (size_t)g->a.taps * sizeof(float);
+    upipe_linear_conv_grad there = *g;
+    int64_t *borders;
+    upipe_status s;
+    (void)c;
+    reach_conv(&g->a);
+    staged_reach_view(g->dy), staged_reach_view(g->dstate), staged_reach(g->dweight, weights);
+    staged_begin(1);
+    there.a = conv_there(&g->a);
+    there.dy = staged_view(g->dy), there.dstate = staged_view(g->dstate);
+    there.dweight = (float *)staged_at(g->dweight);
+    borders = borders_of(&there.a.borders);
+    s = on_device.conv_bwd(&staged.d->c, &there);
+    borders_spoil(borders, &there.a.borders);
+    s = staged_end(s, "the convolution's backward");
+    free(borders);
+    return s;
+}
+
+static void reach_gates(const upipe_linear_gates *a)
+{
+    const size_t heads = (size_t)a->a.h * sizeof(float);
+    staged_reach_view(a->a), staged_reach_view(a->b);
+    staged_reach(a->a_log, heads), staged_reach(a->dt_bias, heads);
+}
+
+static upipe_linear_gates gates_there(const upipe_linear_gates *a)
+{
+    upipe_linear_gates there = *a;
+    there.a = staged_view(a->a), there.b = staged_view(a->b);
+    there.g = staged_view(a->g), there.beta = staged_view(a->beta);
+    there.a_log = (const float *)staged_at(a->a_log), there.dt_bias = (const float *)staged_at(a->dt_bias);
+    return there;
+}
+
+static upipe_status staged_gates(upipe_ctx *c, const upipe_linear_gates *a)
+{
+    upipe_linear_gates there;
+    (void)c;
+    reach_gates(a);
+    staged_reach_view(a->g), staged_reach_view(a->beta);
+    staged_begin(1);
+    there = gates_there(a);
+    return staged_end(on_device.gates(&staged.d->c, &there), "gates");
+}
+
+static upipe_status staged_gates_bwd(upipe_ctx *c, const upipe_linear_gates_grad *g)
+{
+    const size_t heads = (size_t)g->gates.a.h * sizeof(float);
+    upipe_linear_gates_grad there = *g;
+    (void)c;
+    reach_gates(&g->gates);
+    staged_reach_view(g->dg), staged_reach_view(g->dbeta);
+    staged_reach(g->da_log, heads), staged_reach(g->ddt_bias, heads);
+    staged_begin(1);
+    there.gates = gates_there(&g->gates);
+    there.gates.g.data = there.gates.beta.data = NULL; /* not accessed */
+    there.dg = staged_view(g->dg), there.dbeta = staged_view(g->dbeta);
+    there.da_log = (float *)staged_at(g->da_log), there.ddt_bias = (float *)staged_at(g->ddt_bias);
+    return staged_end(on_device.gates_bwd(&staged.d->c, &there), "the gates' backward");
 }
 
 /* Heads first .. first + heads - 1 in a call of their own, with the results in their places. */
@@ -200,7 +311,7 @@ static void check_refusals(device *d)
         CHECK_REFUSED(upipe_linear_fwd(&d->c, &on_device, &t.a), UPIPE_ERR_##status, d->c.err, words); \
         CHECK_REFUSED(upipe_linear_bwd(&d->c, &on_device, &t), UPIPE_ERR_##status, d->c.err, words);   \
     } while (0)
-    REFUSED(t.a.chunk = 65, UNSUPPORTED, "chunks of 65 tokens; the kernels have at most 64");
+    REFUSED(t.a.chunk = 65, UNSUPPORTED, "chunks of 65 tokens; the rules cuda have at most 64");
     REFUSED((t.a.chunk = 65, t.a.work = NULL, t.a.work_bytes = 0), UNSUPPORTED, "chunks of 65 tokens");
     REFUSED(t.a.state = x.state, ARG, "the state is memory of the host, not of the device");
     REFUSED(t.a.out = t.dstate = x.end, ARG, "the written state is memory of the host");
@@ -233,10 +344,15 @@ int main(void)
     device d;
     upipe_cuda_plan_linear(&rules);
     rules.fwd = staged_linear_fwd, rules.bwd = staged_linear_bwd;
+    rules.conv = staged_conv, rules.conv_bwd = staged_conv_bwd;
+    rules.gates = staged_gates, rules.gates_bwd = staged_gates_bwd;
     app_linear(&on_device);
     if (device_open(&d)) {
         printf("test_cuda_linear: %s\n", d.ops.name);
         staged_open(&d);
+        check_conv_drawn(&staged.c, few() ? 4 : 40);
+        check_gates(&staged.c, few() ? 0 : 16500);
+        if (!few()) check_conv_long(&staged.c, 24700);
         check_linear_drawn(&staged.c, few() ? 3 : 20, 150, UPI_CUDA_LINEAR_ROWS);
         TEST(check_wide_heads(&staged.c));
         if (!few()) {

@@ -18,7 +18,8 @@
     X(upi_embed_bwd_rows, 0, 179, 179, 1)        \
     X(upi_cuda_linear_states, 0, 198, 196, 1)    \
     X(upi_cuda_linear_back, 0, 143, 124, 1)      \
-    X(upi_cuda_linear_keys, 0, 178, 180, 1)
+    X(upi_cuda_linear_keys, 0, 178, 180, 1)      \
+    X(upi_cuda_conv_bwd_rows, 0, 156, 159, 1)
 /* clang-format on */
 
 enum {

@@ -2,7 +2,7 @@
 """make_gated_delta.py OUT -- writes gated_delta_net.h: numbers of the output, last state and gradients of a layer, in f64
 
 The layer is the Qwen3_5GatedDeltaNet of Hugging Face's transformers, in PyTorch. Its inputs and weights are not stored,
-since ../test_linear_layer.c draws the same ones. README.md says what the file has.
+since ../lib/linear_layer.h draws the same ones. README.md says what the file has.
 """
 
 import os
@@ -18,7 +18,7 @@ from make_families import draws, short  # pylint: disable=wrong-import-position
 from test_gated_delta import CHUNK, EPS, WEIGHTS, configuration_qwen3_5, in_double, modeling_qwen3_5, module_of, run_module  # pylint: disable=wrong-import-position
 
 TOKENS, SHAPE = 150, (32, 4, 2, 16, 24, 4)
-# The names of test_linear_layer.c, its mean and its scale of a drawn number.
+# The names of lib/linear_layer.h, its mean and its scale of a drawn number.
 DRAWN = {'in_proj_qkv.weight': ('w_qkv', 0, 0.25), 'in_proj_z.weight': ('w_z', 0, 0.25), 'in_proj_b.weight': ('w_b', 0, 0.25),
          'in_proj_a.weight': ('w_a', 0, 0.25), 'out_proj.weight': ('w_out', 0, 0.25), 'conv1d.weight': ('conv', 0, 0.5),
          'A_log': ('a_log', 0, 1), 'dt_bias': ('dt_bias', -1, 1), 'norm.weight': ('norm', 1, 0.25), 'x': ('x', 0, 1),
@@ -68,11 +68,7 @@ enum {{
 
 static const float golden_eps = {EPS}f;
 
-/* Of each tensor, or of its gradient: its sum with random signs, its norm, the norm of the error in f32. */
-static const struct golden_row {{
-    const char *name;
-    double sum, norm, error;
-}} golden_rows[] = {{
+static const golden_row golden_rows[] = {{
 ''' + '\n'.join(lines) + '''
 };
 

@@ -683,6 +683,7 @@ UPIPE_API void upipe_cpu_linear(upipe_linear_ops *rules)
 {
     memset(rules, 0, sizeof *rules);
     rules->name = upi_cpu_simd_name();
+    rules->chunk_max = UPIPE_LINEAR_CHUNK_MAX;
     rules->fwd = upi_cpu_linear_fwd;
     rules->bwd = upi_cpu_linear_bwd;
     rules->bytes = upi_cpu_linear_bytes;

@@ -1,4 +1,4 @@
-/* upipe_cuda_linear.h -- the rules of linear attention on CUDA    backend cuda, includes cuda_rows, cuda_linear_bytes
+/* upipe_cuda_linear.h -- the rules of linear attention on CUDA    backend cuda, includes cuda_linear_rows, cuda_linear_bytes
  *
  *     #include "upipe/cuda/upipe_cuda_linear.h"              in the .cu unit, beside upipe_cuda.h
  *     UPIPE_EXPORT_LINEAR(app_linear, upipe_cuda_linear)     void app_linear(upipe_linear_ops *rules);
@@ -23,7 +23,7 @@
 #define UPIPE_CUDA_LINEAR_H
 
 #include "upipe_cuda_linear_bytes.h"
-#include "upipe_cuda_rows.h"
+#include "upipe_cuda_linear_rows.h"
 
 enum {
     UPI_CUDA_LINEAR_THREADS = 128,
@@ -714,10 +714,6 @@ UPIPE_API upipe_status upi_cuda_linear_check(upipe_ctx *c, const upipe_linear *a
     static const char *const names[] = {"the state", "the written state", "the scratch"};
     const int n = a->q.n > 0 ? 3 : 2; /* a call without tokens has no scratch */
     int i, pageable;
-    if (a->chunk > UPI_CUDA_LINEAR_ROWS)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "linear attention: chunks of %d tokens; the kernels have at most %d", a->chunk,
-                          UPI_CUDA_LINEAR_ROWS);
     if (a->v.h > INT32_MAX / UPI_CUDA_LINEAR_RUN_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear attention: %d heads in one call", a->v.h);
     for (i = 0; i < n; ++i) {
@@ -823,13 +819,17 @@ UPIPE_API upipe_status upi_cuda_linear_bwd(upipe_ctx *c, const upipe_linear_grad
     return g->a.beta.data != NULL ? upi_cuda_linear_bwd_of<1>(c, g) : upi_cuda_linear_bwd_of<0>(c, g);
 }
 
-/* upipe_cuda_linear -- fills the rules; a layer's convolution and gates stay NULL. Their calls take a context with the
- * CUDA table, whose program has code for the device (upipe_cuda_ops) */
+/* upipe_cuda_linear -- fills the rules, and what a layer needs around them. Their calls take a context with the CUDA table,
+ * whose program has code for the device (upipe_cuda_ops) */
 UPIPE_API void upipe_cuda_linear(upipe_linear_ops *rules)
 {
     upipe_cuda_plan_linear(rules);
     rules->fwd = upi_cuda_linear_fwd;
     rules->bwd = upi_cuda_linear_bwd;
+    rules->conv = upi_cuda_linear_conv;
+    rules->conv_bwd = upi_cuda_linear_conv_bwd;
+    rules->gates = upi_cuda_linear_gates;
+    rules->gates_bwd = upi_cuda_linear_gates_bwd;
 }
 
 /* Defines, with C linkage, void function(upipe_linear_ops *rules), which calls fill. */

@@ -89,7 +89,7 @@ UPIPE_API size_t upi_cuda_linear_bytes(const upipe_ops *ops, const upipe_linear 
     upi_cuda_linear_parts w;
     (void)ops;
     call.work = NULL;
-    return a->chunk <= UPI_CUDA_LINEAR_ROWS ? upi_cuda_linear_layout(&w, &call, pass) : 0;
+    return upi_cuda_linear_layout(&w, &call, pass);
 }
 
 /* upipe_cuda_plan_linear -- the entries of the CUDA rules that say sizes; all others are NULL. For plans and dry runs */
@@ -97,6 +97,7 @@ UPIPE_API void upipe_cuda_plan_linear(upipe_linear_ops *rules)
 {
     memset(rules, 0, sizeof *rules);
     rules->name = "cuda";
+    rules->chunk_max = UPI_CUDA_LINEAR_ROWS;
     rules->bytes = upi_cuda_linear_bytes;
 }
 

@@ -31,6 +31,10 @@ UPIPE_API upipe_status upi_lin_check_shape(upipe_ctx *c, const upipe_linear_laye
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "linear layer: chunks of %d tokens (at most %d), norm_eps %g", l->chunk,
                           UPIPE_LINEAR_CHUNK_MAX, (double)l->norm_eps);
+    if (l->chunk > l->rules->chunk_max)
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "linear layer: chunks of %d tokens; the rules %s have at most %d", l->chunk,
+                          l->rules->name, l->rules->chunk_max);
     if (!upipe_mul(&size, upi_lin_states(l, 1) + (l->taps - 1) * upi_lin_channels(l, 1),
                    4 * (int64_t)l->key_heads) ||
         size / 4 > INT32_MAX || !upipe_mul(&all, l->plan->local, 4 * upi_lin_channels(l, l->key_heads)))
@@ -87,8 +91,8 @@ UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const
     UPIPE_TRY(upipe_ctx_check(c));
     if (l == NULL || l->plan == NULL || l->rules == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: it, its plan or its rules are NULL");
-    if (l->rules->conv == NULL || l->rules->conv_bwd == NULL || l->rules->gates == NULL ||
-        l->rules->gates_bwd == NULL)
+    if (!c->mem->dry && (l->rules->conv == NULL || l->rules->conv_bwd == NULL || l->rules->gates == NULL ||
+                         l->rules->gates_bwd == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "linear layer: the rules %s have no convolution and no gates, which a layer needs",
                           l->rules->name);

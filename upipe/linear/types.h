@@ -12,11 +12,11 @@ enum { UPIPE_LINEAR_TILE_ROWS = 256 };
 /* upipe_linear_layer -- zero fields are defaults
  *   plan        tokens, model_dim D and storage type are read; contiguous, of one sequence
  *   first borders  as in upipe_scan
- *   rules       with all entries
+ *   rules       with all entries; in a dry run those of a plan too (upipe_cuda_plan_linear)
  *   heads key_heads key_dim value_dim  heads of v and o, a multiple of those of q and k; head h reads key head
  *               h / (heads / key_heads)
  *   taps        of the convolution, 2 to 8
- *   chunk       tokens of a chunk of the rule; 0 = 64
+ *   chunk       tokens of a chunk of the rule, at most rules->chunk_max; 0 = 64
  *   stage_keys  key heads of a stage; 0 = all
  *   tile_rows   rows of a tile of z and y, a multiple of 64; 0 = 256
  *   w_qkv w_z w_b w_a w_out  [2 key_heads key_dim + heads value_dim][D], q, k and v one below the other;
@@ -236,6 +236,7 @@ UPIPE_API upi_lin_stage upi_lin_stage_bytes(const upipe_ops *ops, const upipe_li
         s.bytes[UPI_LIN_WORK] = upipe_max_bytes(
             s.bytes[UPI_LIN_WORK], upi_lin_product_bytes(ops, t, UPIPE_F32, n, columns[i], model, backward));
     rule = upi_lin_rule(l, &s, NULL);
+    rule.a.beta.data = &s; /* the rule's scratch depends on whether there is beta, which nothing reads here */
     s.bytes[UPI_LIN_RULE] = l->rules->bytes(ops, &rule.a, backward ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD);
     return s;
 }
