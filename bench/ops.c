@@ -30,6 +30,8 @@ typedef enum ops_op {
     OPS_ADD,
     OPS_SWIGLU,
     OPS_SWIGLU_BWD,
+    OPS_GLU,
+    OPS_GLU_BWD,
     OPS_CROSS_ENTROPY,
     OPS_EMBED,
     OPS_EMBED_BWD,
@@ -268,6 +270,10 @@ static upipe_status ops_run(ops_bench *b, ops_op op)
         return o->swiglu(c, z, x, y);
     case OPS_SWIGLU_BWD:
         return o->swiglu_bwd(c, x, y, z);
+    case OPS_GLU:
+        return o->glu(c, z, x, y);
+    case OPS_GLU_BWD:
+        return o->glu_bwd(c, x, y, z);
     case OPS_CROSS_ENTROPY:
         return ops_cross_entropy(b);
     case OPS_EMBED:
@@ -292,18 +298,19 @@ const char *ops_call(ops_bench *b, int32_t op)
  * operands are made anew before each call, outside the time. */
 double ops_seconds(ops_bench *b, int32_t op, int32_t turns)
 {
+    const int fades = op == OPS_SWIGLU_BWD || op == OPS_GLU_BWD;
     double sum = 0, start = now();
     int32_t i;
     for (i = 0; i < turns; ++i) {
-        if (op == OPS_SWIGLU_BWD) {
+        if (fades) {
             memcpy(b->slots[0], b->slots[3], (size_t)(b->rows * b->d) * upipe_dtype_bytes(b->dtype));
             memcpy(b->slots[1], b->slots[4], (size_t)(b->rows * b->d) * upipe_dtype_bytes(b->dtype));
             start = now();
         }
         if (ops_run(b, (ops_op)op) != UPIPE_OK) return -1;
-        if (op == OPS_SWIGLU_BWD) sum += now() - start;
+        if (fades) sum += now() - start;
     }
-    return op == OPS_SWIGLU_BWD ? sum : now() - start;
+    return fades ? sum : now() - start;
 }
 
 /* ---- the all-to-all ---- */

@@ -19,7 +19,7 @@ import common
 DTYPES = ['f32', 'bf16', 'f16']
 # In the order of the enum in ops.c.
 OPS = ['memcpy', 'copy', 'zero', 'narrow', 'widen', 'rope', 'rope_interleaved', 'rmsnorm', 'rmsnorm_bwd', 'rowdot',
-       'sum', 'add', 'swiglu', 'swiglu_bwd', 'cross_entropy', 'embed', 'embed_bwd', 'total', 'adamw']
+       'sum', 'add', 'swiglu', 'swiglu_bwd', 'glu', 'glu_bwd', 'cross_entropy', 'embed', 'embed_bwd', 'total', 'adamw']
 HEAD, PARTS, EPS = 128, 4, 1e-5
 NEAR = {'f32': 2e-5, 'bf16': 1e-2, 'f16': 2e-3}
 SHAPES = [(64, 1024), (8192, 4096)]
@@ -33,8 +33,8 @@ def bytes_of(op, width):
     w = width
     return {'memcpy': 2 * w, 'copy': 2 * w, 'zero': w, 'narrow': 4 + w, 'widen': 4 + w, 'rope': 2 * w,
             'rope_interleaved': 2 * w, 'rmsnorm': 2 * w, 'rmsnorm_bwd': 3 * w, 'rowdot': 2 * w + 4 / HEAD,
-            'sum': 4 * PARTS + w, 'add': 3 * w, 'swiglu': 3 * w, 'swiglu_bwd': 5 * w, 'cross_entropy': 4 + w,
-            'embed': 2 * w, 'embed_bwd': 8 + w, 'total': w, 'adamw': 7 * 4 + w}[op]
+            'sum': 4 * PARTS + w, 'add': 3 * w, 'swiglu': 3 * w, 'swiglu_bwd': 5 * w, 'glu': 3 * w, 'glu_bwd': 5 * w,
+            'cross_entropy': 4 + w, 'embed': 2 * w, 'embed_bwd': 8 + w, 'total': w, 'adamw': 7 * 4 + w}[op]
 
 
 def load(isa):
@@ -148,6 +148,10 @@ def expected(b, op):
         return [('y', x * sigmoid * y, 2)]
     if op == 'swiglu_bwd':
         return [('gate', sigmoid * (1 + x * (1 - sigmoid)) * y * z, 0), ('up', x * sigmoid * z, 1)]
+    if op == 'glu':
+        return [('y', sigmoid * y, 2)]
+    if op == 'glu_bwd':
+        return [('gate', sigmoid * (1 - sigmoid) * y * z, 0), ('up', sigmoid * z, 1)]
     if op == 'cross_entropy':
         targets = b.numbers(b.library.ops_tokens(b.handle, 1), b.rows, np.int32)
         p = np.exp(x) / np.exp(x).sum(1, keepdims=True)
@@ -167,7 +171,7 @@ def expected(b, op):
 
 
 def fill(b, op):
-    """Operands of the operation: v of AdamW is no negative number, and dy of SwiGLU's backward is its own."""
+    """Operands of the operation: v of AdamW is no negative number, and dy of a gate's backward is its own."""
     b.fill(op)
     if op == 'adamw':
         import numpy as np

@@ -30,7 +30,7 @@ upipe_status app_ops(upipe_ops *ops, upipe_cuda *cuda, upipe_err *e); /* 09_cuda
 static upipe_status nccl_check(upipe_err *e, ncclResult_t r)
 {
     if (r == ncclSuccess || r == ncclInProgress) return UPIPE_OK; /* in progress: in the background */
-    return upipe_fail(e, UPIPE_ERR_BACKEND, "NCCL: %s", ncclGetLastError(NULL));
+    return upipe_fail(e, UPIPE_ERR_BACKEND, "NCCL: %s; %s", ncclGetErrorString(r), ncclGetLastError(NULL));
 }
 
 static upipe_status gpu_open(gpu *g, const launch *l, upipe_err *e)

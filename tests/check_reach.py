@@ -35,7 +35,7 @@ PROGRAM = 'examples/00_trainer.c'
 EXECUTED = {'upipe_layer_fwd': (95, 15, 11), 'upipe_layer_bwd': (115, 17, 12)}
 REACHED = {'upipe_layer_fwd': 160}
 # Bytes of stack of each frame of these calls, and of what they reach.
-STACK, STACK_ROOTS, STACK_SHOWN = 2048, r'upipe_(layer|qkv)_\w+', r'upipe_(layer|qkv|fpdt)_\w+'
+STACK, STACK_ROOTS, STACK_SHOWN = 2048, r'upipe_(layer|gated|qkv)_\w+', r'upipe_(layer|gated|qkv|fpdt)_\w+'
 # A training's path to this call. It only goes down.
 TRAINER, PATH_TO, PATH = 'examples/llama/train.c', 'upipe_layer_fwd', 8
 TRAIN = ['--method', 'upipe', '--ranks', '1', '--tokens', '32', '--layers', '1', '--model-dim', '32', '--heads', '1',

@@ -79,6 +79,7 @@
 #include "upipe_side_stream.h"
 #include "upipe_stage.h"
 #include "upipe_layer.h"
+#include "upipe_out_gate.h"
 #include "upipe_linear_layer.h"
 #include "upipe_segments.h"
 #include "upipe_fpdt.h"

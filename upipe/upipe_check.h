@@ -267,7 +267,7 @@ UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int 
 
 /* ---- training ---- */
 
-/* y, gate and up: equal shapes; y may be gate or up. `call` is swiglu or geglu */
+/* y, gate and up: equal shapes; y may be gate or up. `call` is swiglu, geglu or glu */
 UPIPE_API upipe_status upipe_check_gated(upipe_ctx *c, const char *call, upipe_view y, upipe_view gate,
                                          upipe_view up)
 {
@@ -278,7 +278,7 @@ UPIPE_API upipe_status upipe_check_gated(upipe_ctx *c, const char *call, upipe_v
     return upi_row_check_alias(c, call, "y", y, "up", up);
 }
 
-/* gate, up and dy: equal shapes, three different addresses. `call` is swiglu_bwd or geglu_bwd */
+/* gate, up and dy: equal shapes, three different addresses. `call` is swiglu_bwd, geglu_bwd or glu_bwd */
 UPIPE_API upipe_status upipe_check_gated_bwd(upipe_ctx *c, const char *call, upipe_view gate, upipe_view up,
                                              upipe_view dy)
 {

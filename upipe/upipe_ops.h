@@ -195,6 +195,9 @@ typedef struct upipe_ops {
      * (z + 0.044715 * z^3). A table may lack both: NULL. */
     upipe_status (*geglu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
     upipe_status (*geglu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
+    /* The same with the sigmoid alone: y = up / (1 + exp(-gate)). A table may lack both: NULL. */
+    upipe_status (*glu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
+    upipe_status (*glu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
     upipe_status (*cross_entropy)(upipe_ctx *c, const upipe_cross_entropy *x);
 
     /* x[i] = table[tokens[i]]; x [n][1][D], table [V][1][D] of any types. tokens: the device's memory. */

@@ -100,7 +100,7 @@ static size_t cuda_slab_bytes(const cuda_state *s, const cuda_rank *me);
 /* Slab and gradients are what peers write to; what init has written there is zero again. */
 static upipe_status cuda_peer_open(upipe_ctx *c, cuda_state *s, cuda_rank *me, int rank)
 {
-    upipe_peer_slab slabs[1 + RUN_GRADS];
+    upipe_peer_slab slabs[2 + RUN_GRADS];
     upipe_peer_desc d;
     memset(&d, 0, sizeof d);
     d.buf = s->buf;
@@ -114,6 +114,9 @@ static upipe_status cuda_peer_open(upipe_ctx *c, cuda_state *s, cuda_rank *me, i
         slabs[d.slabs_n].bytes = (size_t)block_count(&s->test->run.shape, run_grads[j]) * 4;
         d.slabs_n += slabs[d.slabs_n].bytes > 0;
     }
+    slabs[d.slabs_n].data = me->own->dwg;
+    slabs[d.slabs_n].bytes = (size_t)block_count(&s->test->run.shape, "wg") * 4;
+    d.slabs_n += slabs[d.slabs_n].bytes > 0;
     UPIPE_TRY(upipe_peer_init(&me->peer, &d, &c->err));
     for (int j = 1; j < d.slabs_n; ++j) UPIPE_TRY(c->ops->zero(c, slabs[j].data, (size_t)d.ranks * 8));
     me->peer.ahead = s->test->peer == 2;
@@ -213,6 +216,14 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
         me->grads[j] = (float *)cuda_buf(bytes, n);
         if (n > 0) CHECK_STATUS(me->d.ops.zero(&me->d.c, me->grads[j], n), UPIPE_OK, me->d.c.err);
     }
+    n = (size_t)block_count(shape, "wg");
+    if (n > 0) {
+        me->own->wg = cuda_buf(bytes, n * upipe_dtype_bytes(shape->dtype));
+        me->own->dwg = cuda_buf(bytes, n * 4);
+        device_put(&me->d, me->own->wg, run_narrow(shape->dtype, s->run.in->wg, (int64_t)n),
+                   n * upipe_dtype_bytes(shape->dtype));
+        CHECK_STATUS(me->d.ops.zero(&me->d.c, me->own->dwg, n * 4), UPIPE_OK, me->d.c.err);
+    }
     l->wq = me->weights[0];
     l->wk = me->weights[1];
     l->wv = me->weights[2];
@@ -236,6 +247,8 @@ static void cuda_rank_close(cuda_state *s, cuda_rank *me)
     for (int j = 0; j < RUN_WEIGHTS; ++j) DEVICE_CHECK(cudaFree(me->weights[j]));
     for (int j = 0; j < RUN_GRADS - RUN_WEIGHTS; ++j) DEVICE_CHECK(cudaFree(me->vectors[j]));
     for (int j = 0; j < RUN_GRADS; ++j) DEVICE_CHECK(cudaFree(me->grads[j]));
+    DEVICE_CHECK(cudaFree(me->own->wg));
+    DEVICE_CHECK(cudaFree(me->own->dwg));
     DEVICE_CHECK(cudaFree(me->stage));
     DEVICE_CHECK(cudaFree(me->slab));
     device_close(&me->d);

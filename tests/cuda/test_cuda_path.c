@@ -122,7 +122,7 @@ static void test_side_unordered(void)
 
 typedef struct path_case {
     int64_t tokens;
-    int batch, h, hkv, d, full, rope, normed, projected;
+    int batch, h, hkv, d, full, rope, normed, projected, gated;
 } path_case;
 
 static void shape_of(const path_case *p, block_shape *s)
@@ -138,6 +138,7 @@ static void shape_of(const path_case *p, block_shape *s)
     s->rope = p->rope;
     s->normed = p->normed;
     s->projected = s->biased = p->projected;
+    s->gated = p->gated;
     s->dtype = UPIPE_BF16;
     s->scale = 1 / sqrt((double)p->d);
     s->theta = 10000;
@@ -194,9 +195,9 @@ static void test_block(const path_case *p, int ranks, int chunk)
  * none at all. UPipe and Ulysses. */
 static void test_uneven(void)
 {
-    static const path_case nine = {33, 1, 9, 3, 32, 0, 1, 1, 0}, six = {37, 1, 6, 1, 32, 0, 1, 0, 1};
-    static const path_case groups = {21, 2, 14, 2, 40, 0, 2, 0, 0}, few = {20, 1, 2, 1, 32, 1, 0, 0, 0};
-    static const path_case lengths = {35, 2, 8, 4, 32, 0, 1, 1, 1};
+    static const path_case nine = {33, 1, 9, 3, 32, 0, 1, 1, 0, 0}, six = {37, 1, 6, 1, 32, 0, 1, 0, 1, 0};
+    static const path_case groups = {21, 2, 14, 2, 40, 0, 2, 0, 0, 0}, few = {20, 1, 2, 1, 32, 1, 0, 0, 0, 0};
+    static const path_case lengths = {35, 2, 8, 4, 32, 0, 1, 1, 1, 0};
     test_block(&nine, 2, 2); /* five heads on one rank, four on the other; a group lies on both */
     test_block(&nine, 2, 9);
     test_block(&six, 4, 4); /* two ranks have one head, two have two */
@@ -211,7 +212,8 @@ static void test_uneven(void)
 static void test_masked(void)
 {
     /* heads enough for the sinks' gradients, a number each, to have a mean */
-    static const path_case plain = {40, 1, 16, 8, 32, 0, 1, 0, 0}, batch = {20, 2, 12, 3, 32, 1, 0, 1, 1};
+    static const path_case plain = {40, 1, 16, 8, 32, 0, 1, 0, 0, 0},
+                           batch = {20, 2, 12, 3, 32, 1, 0, 1, 1, 0};
     static const int64_t cu_seqlens[] = {0, 3, 11, 11, 26, 40};
     for (int kind = 0; kind < 8; ++kind) {
         cuda_case test;
@@ -340,8 +342,10 @@ static void test_refusals(void)
 
 int main(void)
 {
-    static const path_case plain = {32, 1, 4, 4, 64, 0, 0, 0, 0}, rich = {32, 1, 4, 2, 64, 0, 1, 1, 1};
-    static const path_case grouped = {24, 2, 8, 2, 32, 1, 2, 0, 1}, stages = {32, 1, 8, 4, 64, 0, 1, 0, 1};
+    static const path_case plain = {32, 1, 4, 4, 64, 0, 0, 0, 0, 0}, rich = {32, 1, 4, 2, 64, 0, 1, 1, 1, 0};
+    static const path_case grouped = {24, 2, 8, 2, 32, 1, 2, 0, 1, 0},
+                           stages = {32, 1, 8, 4, 64, 0, 1, 0, 1, 0};
+    static const path_case gated = {33, 1, 8, 4, 32, 0, 1, 0, 1, 1};
     test_slabs();
     for (uint64_t seed = 0; seed < 24; ++seed) test_side(seed, seed == 23);
     test_side_unordered();
@@ -352,6 +356,7 @@ int main(void)
     test_block(&plain, 4, 4);   /* Ulysses */
     test_block(&stages, 4, 4);  /* UPipe */
     test_block(&grouped, 4, 4); /* ranks share key and value heads */
+    test_block(&gated, 2, 2);   /* the output is gated */
     test_uneven();
     test_masked();
     test_refusals();

@@ -14,6 +14,7 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
+from launch_ranks import run_ranks  # pylint: disable=wrong-import-position
 from programs import METHODS, TOP, npy  # pylint: disable=wrong-import-position
 
 FOLDER = os.path.abspath(sys.argv[1])
@@ -38,6 +39,14 @@ def ends(status, words, name, *args, starts='', **fake):
     return done
 
 
+def all_end(status, words, name, hosts, *args, starts='', **more):
+    """The same for a process for each letter of hosts, with the words of rank 0. What all of them say."""
+    done = run_ranks([os.path.join(FOLDER, 'fake_' + name), *args], hosts, **more)
+    check([one[0] for one in done] == [status] * len(hosts) and words in done[0][1] and all(one[2].startswith(starts) for one in done),
+          f'{name} {hosts} {" ".join(map(str, args))} {more}: {done}')
+    return done
+
+
 def there(name):
     return os.path.exists(os.path.join(FOLDER, 'fake_' + name))
 
@@ -53,16 +62,15 @@ def numbers(name, *args, **fake):
 
 def test_examples(_):
     ends(0, 'token 0 looks at 0', '09_cuda')
-    # processes over NCCL, with copy engines and without: a team of one, and ranks that are threads
+    # processes over NCCL, with copy engines and without
     alone = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29400'}
     asked = 'asked of the copy engines'
     for flags in [], ['--zero-sm']:
         done = ends(0, 'over nccl', '08_nccl', *flags, **alone)
         check('the same bits as' in done.stdout and (asked in done.stdout) == bool(flags), f'08_nccl {flags}: {done.stdout}')
         for hosts in 'aa', 'aba':
-            done = ends(0, f'{len(hosts)} processes over nccl', '08_nccl_ranks', hosts, *flags, FAKE_SEED=3)
-            check('as those of one' in done.stdout and (asked in done.stdout) == (flags != [] and hosts == 'aa'),
-                  f'08_nccl {hosts} {flags}: {done.stdout}')
+            said = all_end(0, f'{len(hosts)} processes over nccl', '08_nccl', hosts, *flags, FAKE_SEED=3)[0][1]
+            check('as those of one' in said and (asked in said) == (flags != [] and hosts == 'aa'), f'08_nccl {hosts} {flags}: {said}')
     done = run_command(['sh', '-c', 'exec "$0" >&-', os.path.join(FOLDER, 'fake_08_nccl')], HANGS, alone)
     check(done.returncode == 1 and 'the result cannot be written' in done.stderr, f'08_nccl, no stdout: {done.returncode} {done.stderr}')
     for k in 3, 10, 30, 45, 100, 160:
@@ -160,14 +168,17 @@ def test_train(_):
 
 
 def test_world(_):
-    """The trainer's ranks over NCCL, a device each: the numbers of ranks that are threads over the memory of one."""
-    if not there('train_ranks'):
+    """The trainer's ranks over NCCL, a process and a device each: the numbers of ranks that are threads over the memory of one."""
+    if not there('train'):
         return
     small = [*MODEL[:MODEL.index('--ranks')], '--device', 'cuda', '--dtype', 'bf16', '--steps', '2', '--sample', '0']
     for hosts, seed, flags in (('aa', 3, ['--overlap', '--zero', '3', '--zero-prefetch']),
                                ('abab', 0, ['--method', 'usp', '--ring', '2'])):
         want = numbers('train', *small, *flags, '--ranks', str(len(hosts)))
-        got = numbers('train_ranks', hosts, *small, *flags, '--transport', 'nccl', FAKE_SEED=seed)
+        with tempfile.TemporaryDirectory() as folder:
+            out = os.path.join(folder, 'numbers.json')
+            all_end(0, '', 'train', hosts, *small, *flags, '--transport', 'nccl', '--json', out, FAKE_SEED=seed)
+            got = load(out)
         check((want['config'].pop('transport'), got['config'].pop('transport')) == ('threads', 'nccl'),
               f'transports of {flags}')
         del want['config']['json'], got['config']['json'] # where they are written
@@ -176,13 +187,13 @@ def test_world(_):
 
 
 def test_world_failures(_):
-    """What fails while the ranks meet is said, and leaves nothing on the devices (the program's status is 3 otherwise)."""
-    if not there('train_ranks'):
+    """What fails while the ranks meet is said, and leaves nothing on the devices (a process has status 3 otherwise)."""
+    if not there('train'):
         return
     flags = [*MODEL[:MODEL.index('--ranks')], '--device', 'cuda', '--transport', 'nccl', '--steps', '1', '--sample', '0',
              '--deadline', '0.5']
-    for k in 3, 6, 8, 12, 40, 90, 150:
-        ends(1, 'train: ', 'train_ranks', 'ab', *flags, FAKE_FAIL=k)
+    for rank, k in enumerate((2, 3, 4, 6, 20, 45, 75)):
+        all_end(1, '', 'train', 'ab', *flags, starts='train: ', own={rank % 2: {'FAKE_FAIL': k}})
 
 
 def results(folder):
@@ -193,7 +204,7 @@ def results(folder):
 
 def test_world_compare(_):
     """Methods of several shapes, and the logits of a checkpoint, over NCCL as with ranks that are threads: all files alike."""
-    if not there('logits_ranks'):
+    if not there('logits'):
         return
     small = ('--heads 4 --kv-heads 2 --head-dim 32 --tokens 60 --segments 2 --check off --device cuda --dtype bf16 --json numbers '
              '--trace traces --dump dump --method upipe --method usp --method ring --method fpdt').split()
@@ -205,12 +216,14 @@ def test_world_compare(_):
         loaded = ['--load', model, '--ids', ids, '--out', 'logits', '--device', 'cuda']
         for what, hosts, flags in (('compare', 'abab', small), ('logits', 'aa', loaded), ('logits', 'aba', [*loaded, '--method', 'zigzag'])):
             got = []
-            for name, words, seed in ((what, ['--ranks', str(len(hosts))], 0), (what + '_ranks', there_too, 3)):
-                at = os.path.join(folder, f'{name}-{hosts}')
+            for how in 'threads', 'processes':
+                at = os.path.join(folder, f'{what}-{hosts}-{how}')
                 os.mkdir(at)
-                words = [hosts, *flags, *words] if name != what else [*flags, *words]
-                done = run_command([os.path.join(FOLDER, 'fake_' + name), *words], HANGS, {'FAKE_SEED': seed}, cwd=at)
-                check(done.returncode == 0, f'{name} {hosts}: {done.returncode}: {done.stderr}')
+                if how == 'threads':
+                    done = run_command([os.path.join(FOLDER, 'fake_' + what), *flags, '--ranks', str(len(hosts))], HANGS, cwd=at)
+                    check(done.returncode == 0, f'{what} {hosts}: {done.returncode}: {done.stderr}')
+                else:
+                    all_end(0, '', what, hosts, *flags, *there_too, cwd=at, FAKE_SEED=3)
                 got.append(results(at))
             unlike = [name for name in got[0] if got[0][name] != got[1].get(name)]
             check(got[0] and got[0].keys() == got[1].keys() and not unlike, f'{what} {hosts}: other {unlike} over NCCL')

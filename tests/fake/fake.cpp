@@ -53,7 +53,7 @@ struct state {
     std::map<int, long> calls, waits;
     long total = 0, fail_at = 0;
     int fail_rank = -1;
-    bool fail_sticky = false, dead = false;
+    bool fail_sticky = false, fail_kills = false, dead = false;
     std::string failed;
     /* streams */
     std::vector<CUstream_st *> streams, retired; /* retired: destroyed, and without work */
@@ -142,11 +142,16 @@ state::state()
         char *end;
         fail_at = strtol(fail, &end, 0);
         fail_sticky = *end == 's';
+        fail_kills = *end == 'k';
     }
     for (int d = 0; d < FAKE_DEVICES; ++d) {
         legacy[d] = new CUstream_st{d, true, true, false, {}, 0, 0};
         streams.push_back(legacy[d]);
     }
+    if (number("FAKE_CLEAN", 0) != 0)
+        atexit([] {
+            if (!fake_check_clean()) _exit(3);
+        });
     memset(&fault, 0, sizeof fault);
     fault.sa_sigaction = on_fault;
     fault.sa_flags = SA_SIGINFO | SA_ONSTACK;
@@ -264,6 +269,7 @@ fake_call::fake_call(const char *name_, bool polls) : name(name_), fails(false),
     dead = g.dead;
     if (counts && g.fail_at > 0 && (g.fail_rank < 0 || g.fail_rank == this_rank) &&
         (g.fail_rank < 0 ? g.total : mine) == g.fail_at) {
+        if (g.fail_kills) raise(SIGKILL);
         fails = true;
         g.failed = name;
         g.fail_at = 0;
@@ -904,4 +910,11 @@ int fake_check_clean(void)
     for (auto s : g.streams) clean = clean && s->queue.empty();
     show_streams(g);
     return clean;
+}
+
+int fake_gethostname(char *name, size_t bytes)
+{
+    const char *named = getenv("FAKE_HOST");
+    if (named == NULL) return gethostname(name, bytes);
+    return snprintf(name, bytes, "%s", named), 0;
 }

@@ -11,15 +11,16 @@
  *   misuse   that the real library would leave undefined (an operand past the end of its allocation, a host
  *            pointer that the device cannot reach, a freed handle, a double free) is a finding: it ends the
  *            process with a report.
- *   NCCL     ranks are threads with a device each; sends meet receives in order; a rank that never comes is
+ *   NCCL     ranks are threads or processes, with a device each; sends meet receives in order; a rank that never comes is
  *            waited for. An all-to-all inside symmetric windows, of a communicator without multiprocessors, is
  *            the copy engines': a rank that would write where its peer does not receive is a finding.
  *
- *   IPC      ranks stand for processes: what one exports others open, and close before the owner frees it;
+ *   IPC      ranks are threads that stand for processes: what one exports others open, and close before the owner frees it;
  *            else a finding, as is a copy between devices without access.
  *
  * Environment: FAKE_SEED (0: nothing runs until it is forced), FAKE_EAGER=1 (everything runs at once),
- * FAKE_FAIL=k[s] (the k-th call of the process fails, 's': and all later ones), FAKE_PATIENCE (seconds that a
+ * FAKE_FAIL=k[s|k] (the k-th call of the process fails, 's': and all later ones, 'k': it kills the process), FAKE_HOST (the
+ * machine's name), FAKE_CLEAN=1 (a process that leaves something ends with status 3), FAKE_PATIENCE (seconds that a
  * wait may see nothing move before it is a finding; 60), FAKE_CAPABILITY (of the devices: 80, 86 with less
  * shared memory, or 90 with more).
  */
@@ -110,6 +111,9 @@ void fake_device_limit(size_t bytes);
 long fake_live_handles(void); /* streams, events, cuBLAS handles and NCCL communicators */
 /* 1 if nothing is live and no stream has work. Otherwise 0, and what there is on stderr. */
 int fake_check_clean(void);
+
+/* The machine's name: FAKE_HOST, or what it is. Programs are built with it in place of gethostname. */
+int fake_gethostname(char *name, size_t bytes);
 
 #ifdef __cplusplus
 }

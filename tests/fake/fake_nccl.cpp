@@ -1,8 +1,12 @@
-/* fake_nccl.cpp -- communicators between threads, grouped sends and receives on lazy streams   tests
+/* fake_nccl.cpp -- communicators between threads and processes, grouped sends and receives on lazy streams   tests
  *
  * A group becomes one operation of its stream. When it is first in its queue its parts are offered; the k-th
- * send from a to b meets the k-th receive at b from a, and then the bytes move. The operation is done when
- * all its parts are.
+ * send from a to b meets the k-th receive at b from a, and then the bytes move, in pieces, through memory that the ranks
+ * share. The operation is done when all its parts are.
+ *
+ * That memory is a file without a name of the process that has drawn the id. It ends with the last process that has it,
+ * however that ends. A rank that waits runs what leads to its peers' parts, on their streams; a peer in another process has
+ * a thread for each communicator which does so there.
  */
 #include "fake_core.h"
 #include "fake_kernels.h"
@@ -10,10 +14,18 @@
 #include "nccl.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <fcntl.h>
+#include <linux/futex.h>
 #include <map>
 #include <set>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 struct part {
     const void *from;
@@ -23,6 +35,7 @@ struct part {
     bool done;
     const char *call; /* a collective's parts meet that collective's; "" between single sends and receives */
     size_t place; /* of copy engines: where the bytes land in the receiver's window, as this side has it */
+    size_t pieces = 0, moved = 0; /* and their bytes */
 };
 
 struct fake_group {
@@ -44,22 +57,66 @@ struct offer {
     size_t part;
 };
 
+/* The ends of one direction that this process has. */
 struct channel {
     std::deque<offer> sends, receives;
+    uint64_t sent; /* messages */
 };
 
-/* A window, as the team has it. */
-struct registration {
-    size_t bytes;
-    int come;
+enum { RANKS = 32, PIECE = (1 << 16) - 128 };
+enum { ABSENT, COMING, LIVE, GONE };
+
+/* A rank, as the others see it. */
+struct member {
+    std::atomic<int> state;
+    std::atomic<size_t> windows; /* registrations begun */
+    pid_t process;
+    int device;
+    char host[64];
+};
+
+/* From one rank to another: a piece at a time. */
+struct alignas(4096) mailbox {
+    std::atomic<uint64_t> sends, receives; /* offered so far */
+    std::atomic<uint64_t> put, taken;      /* pieces */
+    size_t bytes, place;                   /* of the message */
+    char call[64], piece[PIECE];
+};
+static_assert(sizeof(mailbox) == 1 << 16, "whole pages");
+
+/* What the ranks of a team share. */
+struct board {
+    uint64_t mark; /* that of the id */
+    std::atomic<int> ranks;
+    std::atomic<uint32_t> bell; /* rings when something has changed */
+    member members[RANKS];
+    mailbox boxes[RANKS][RANKS]; /* from, to */
+};
+
+/* What an id says: the place of the board in a file of a process. */
+struct address {
+    uint64_t mark, place;
+    pid_t process;
+    int file;
 };
 
 struct team {
-    int ranks = 0, come = 0;
-    std::vector<registration> windows; /* in the order of the calls */
-    std::vector<ncclComm_t> members;   /* NULL: not come yet */
-    bool duplicate = false;
+    board *at;
+    const uint64_t mark;
+    int ranks = 0;
+    bool apart = false;              /* in several processes */
+    std::vector<size_t> windows;     /* bytes, in the order of the calls */
+    std::vector<ncclComm_t> members; /* NULL: not come, or in another process */
     std::map<std::pair<int, int>, channel> channels;
+    explicit team(board *b) : at(b), mark(b->mark)
+    {
+    }
+    ~team();
+    /* How many have come; and whether one has gone. */
+    int come() const;
+    bool left() const;
+    bool duplicate() const;
+    void ring();
 };
 
 } /* namespace */
@@ -104,13 +161,99 @@ struct thread_group {
 thread_local thread_group here;
 thread_local std::string last_text;
 
-std::map<uint64_t, std::shared_ptr<team>> &teams()
+/* Those of this process, by mark. */
+std::map<uint64_t, std::weak_ptr<team>> &teams()
 {
-    static auto *map = new std::map<uint64_t, std::shared_ptr<team>>;
+    static auto *map = new std::map<uint64_t, std::weak_ptr<team>>;
     return *map;
 }
 
-uint64_t ids;
+/* A board that all have left needs no memory. */
+team::~team()
+{
+    teams().erase(mark);
+    bool empty = true;
+    for (int r = 0; r < ranks; ++r) empty = empty && at->members[r].state == GONE;
+    if (empty) (void)madvise(at, sizeof *at, MADV_REMOVE);
+    munmap(at, sizeof *at);
+}
+
+int team::come() const
+{
+    int n = 0;
+    for (int r = 0; r < ranks; ++r) n += at->members[r].state >= LIVE;
+    return n;
+}
+
+bool team::left() const
+{
+    bool any = false;
+    for (int r = 0; r < ranks; ++r) any = any || at->members[r].state == GONE;
+    return any;
+}
+
+bool team::duplicate() const
+{
+    for (int r = 0; r < ranks; ++r)
+        for (int q = 0; q < r; ++q) {
+            const member &a = at->members[r], &b = at->members[q];
+            if (a.device == b.device && strcmp(a.host, b.host) == 0) return true;
+        }
+    return false;
+}
+
+/* Wakes the threads that serve this team in other processes. */
+void team::ring()
+{
+    if (!apart) return;
+    ++at->bell;
+    syscall(SYS_futex, &at->bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* The file of this process, and how many boards it has. */
+struct {
+    pid_t process;
+    int file;
+    uint64_t boards;
+} drawn;
+
+ncclResult_t draw(ncclUniqueId *out)
+{
+    if (drawn.process != getpid()) drawn = {getpid(), memfd_create("fake_nccl", MFD_CLOEXEC), 0};
+    uint64_t now = (uint64_t)std::chrono::steady_clock::now().time_since_epoch().count();
+    address a = {(now << 20 ^ (uint64_t)getpid()) | 1, drawn.boards++ * sizeof(board), getpid(), drawn.file};
+    if (drawn.file < 0 || ftruncate(drawn.file, (off_t)(a.place + sizeof(board))) != 0 ||
+        pwrite(drawn.file, &a.mark, sizeof a.mark, (off_t)a.place) != sizeof a.mark)
+        return ncclSystemError;
+    memset(out, 0, sizeof *out);
+    memcpy(out, &a, sizeof a);
+    return ncclSuccess;
+}
+
+/* NULL: no process has such a board any more. */
+std::shared_ptr<team> team_of(const ncclUniqueId &id)
+{
+    address a;
+    char path[64];
+    struct stat about;
+    memcpy(&a, &id, sizeof a);
+    auto known = teams().find(a.mark);
+    if (known != teams().end()) return known->second.lock();
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", a.process, a.file);
+    bool own = a.process == getpid();
+    int file = own ? drawn.file : open(path, O_RDWR | O_CLOEXEC);
+    void *p = MAP_FAILED;
+    if (file >= 0 && fstat(file, &about) == 0 && (uint64_t)about.st_size >= a.place + sizeof(board))
+        p = mmap(NULL, sizeof(board), PROT_READ | PROT_WRITE, MAP_SHARED, file, (off_t)a.place);
+    if (file >= 0 && !own) close(file);
+    if (p == MAP_FAILED) return nullptr;
+    board *b = (board *)p;
+    if (a.mark == 0 || b->mark != a.mark) return munmap(p, sizeof *b), nullptr;
+    auto t = std::make_shared<team>(b);
+    teams()[a.mark] = t;
+    return t;
+}
+
 int symmetric = 2;
 int domain; /* 0: all ranks; -1: nobody knows */
 long engine_calls, gather_calls;
@@ -181,21 +324,22 @@ void prune(ncclComm_t comm)
     while (!comm->order.empty() && fake_passed(comm->order.front()->point)) comm->order.pop_front();
 }
 
+void carry(team &t, int from, int to);
+
 /* A peer that the communicator waits for has aborted. */
 bool lost(ncclComm_t comm)
 {
     team &t = *comm->of;
-    if (t.come < t.ranks) {
-        for (auto m : t.members)
-            if (m != NULL && !m->live) return true;
-        return false;
-    }
-    if (comm->window_out != NULL)
-        for (auto m : t.members)
-            if (!m->live) return true;
+    if (!t.left()) return false;
+    if (t.come() < t.ranks) return true;
+    for (int r = 0; r < t.ranks && comm->window_out != NULL; ++r)
+        if (t.at->members[r].state == GONE && t.at->members[r].windows < comm->registered) return true;
     for (auto &g : comm->order)
-        for (auto &p : g->parts)
-            if (!p.done && !g->dropped && g->started && !t.members[(size_t)p.peer]->live) return true;
+        for (auto &p : g->parts) {
+            if (p.done || g->dropped || !g->started || t.at->members[p.peer].state != GONE) continue;
+            carry(t, comm->rank, p.peer); /* it may have taken all before it went */
+            if (!p.done) return true;
+        }
     return false;
 }
 
@@ -208,31 +352,33 @@ void enqueue(const group_ref &g)
     if (g->stream->capture != nullptr) return; /* fake_group_launch enqueues it, and again */
     g->comm->order.push_back(g);
     prune(g->comm);
+    g->comm->of->ring(); /* somebody may have asked for it */
 }
+
+void serve(ncclComm_t comm, std::shared_ptr<team> t);
 
 /* What NCCL does in the background; returns the communicator's state. */
 ncclResult_t look(ncclComm_t comm)
 {
     team &t = *comm->of;
     if (comm->error != ncclSuccess) return comm->error;
-    if (lost(comm)) {
-        comm->text = "a remote rank has aborted";
-        return comm->error = ncclRemoteError;
-    }
+    if (lost(comm)) return comm->error = refuse(comm, ncclRemoteError, "a remote rank has aborted");
     if (!comm->ready) {
-        if (t.come < t.ranks) return ncclInProgress;
-        if (t.duplicate) {
-            comm->text = "two ranks on one device";
-            return comm->error = ncclInvalidUsage;
-        }
+        if (t.come() < t.ranks) return ncclInProgress;
+        if (t.duplicate()) return comm->error = refuse(comm, ncclInvalidUsage, "two ranks on one device");
     }
     if (comm->polls > 0) {
         --comm->polls;
         return ncclInProgress;
     }
+    if (!comm->ready) {
+        for (int r = 0; r < t.ranks; ++r) t.apart = t.apart || t.at->members[r].process != getpid();
+        if (t.apart) std::thread(serve, comm, comm->of).detach();
+    }
     comm->ready = true;
     if (comm->window_out != NULL) {
-        if (t.windows[comm->registered - 1].come < t.ranks) return ncclInProgress;
+        for (int r = 0; r < t.ranks; ++r)
+            if (t.at->members[r].windows < comm->registered) return ncclInProgress;
         *comm->window_out = comm->windows.back()->live ? comm->windows.back() : NULL;
         comm->window_out = NULL;
     }
@@ -257,35 +403,102 @@ ncclResult_t rest(ncclComm_t comm)
     return ncclSuccess;
 }
 
-void match(team &t, int from, int to)
+void finish(std::deque<offer> &l)
 {
+    fake_group &g = *l.front().group;
+    g.parts[l.front().part].done = true;
+    --g.left;
+    l.pop_front();
+    fake_changed();
+}
+
+/* The next piece of the first send, once it is received; its end, once all have been taken. Whether anything was done. */
+bool put(mailbox &box, channel &l)
+{
+    if (l.sends.empty() || box.put != box.taken || box.receives <= l.sent) return false;
+    part &p = l.sends.front().group->parts[l.sends.front().part];
+    if (p.pieces > 0 && p.moved == p.bytes) return ++l.sent, finish(l.sends), true;
+    size_t n = std::min(p.bytes - p.moved, (size_t)PIECE);
+    fake_reachable(p.from, p.bytes, "ncclSend", "the buffer");
+    fake_open();
+    fake_unpoison(p.from, p.bytes); /* a transfer comes when its peer does: the host may have freed it */
+    box.bytes = p.bytes, box.place = p.place;
+    snprintf(box.call, sizeof box.call, "%s", p.call);
+    if (n > 0) memcpy(box.piece, (const char *)p.from + p.moved, n);
+    p.moved += n, ++p.pieces;
+    ++box.put;
+    return true;
+}
+
+/* The same for the first receive. */
+bool get(mailbox &box, channel &l, int from, int to)
+{
+    if (l.receives.empty() || box.put == box.taken) return false;
+    part &p = l.receives.front().group->parts[l.receives.front().part];
+    if (box.bytes != p.bytes)
+        fake_finding("NCCL: rank %d sends %zu bytes, rank %d receives %zu", from, box.bytes, to, p.bytes);
+    if (strcmp(box.call, p.call) != 0)
+        fake_finding("NCCL: rank %d sends in %s, rank %d receives in %s", from,
+                     *box.call ? box.call : "ncclSend", to, *p.call ? p.call : "ncclRecv");
+    if (box.place != p.place)
+        fake_finding("NCCL: rank %d writes to byte %zu of the window of rank %d, which receives at byte %zu",
+                     from, box.place, to, p.place);
+    size_t n = std::min(p.bytes - p.moved, (size_t)PIECE);
+    fake_reachable(p.to, p.bytes, "ncclRecv", "the buffer");
+    fake_open();
+    fake_unpoison(p.to, p.bytes);
+    if (n > 0) memcpy((char *)p.to + p.moved, box.piece, n);
+    p.moved += n;
+    ++box.taken;
+    if (p.moved == p.bytes) finish(l.receives);
+    return true;
+}
+
+/* Moves what both sides offer. */
+void carry(team &t, int from, int to)
+{
+    mailbox &box = t.at->boxes[from][to];
     channel &l = t.channels[{from, to}];
-    while (!l.sends.empty() && !l.receives.empty()) {
-        offer s = l.sends.front(), r = l.receives.front();
-        part &out = s.group->parts[s.part], &in = r.group->parts[r.part];
-        l.sends.pop_front();
-        l.receives.pop_front();
-        if (out.bytes != in.bytes)
-            fake_finding("NCCL: rank %d sends %zu bytes, rank %d receives %zu", from, out.bytes, to,
-                         in.bytes);
-        if (strcmp(out.call, in.call) != 0)
-            fake_finding("NCCL: rank %d sends in %s, rank %d receives in %s", from,
-                         *out.call ? out.call : "ncclSend", to, *in.call ? in.call : "ncclRecv");
-        if (out.place != in.place)
-            fake_finding(
-                "NCCL: rank %d writes to byte %zu of the window of rank %d, which receives at byte %zu", from,
-                out.place, to, in.place);
-        fake_reachable(out.from, out.bytes, "ncclSend", "the buffer");
-        fake_reachable(in.to, in.bytes, "ncclRecv", "the buffer");
-        fake_open();
-        fake_unpoison(out.from,
-                      out.bytes); /* a transfer comes when its peer does: the host may have freed both */
-        fake_unpoison(in.to, in.bytes);
-        if (out.bytes > 0) memmove(in.to, out.from, out.bytes);
-        out.done = in.done = true;
-        --s.group->left;
-        --r.group->left;
-        fake_changed();
+    bool any = false;
+    while (put(box, l) || get(box, l, from, to)) any = true;
+    if (any) t.ring();
+}
+
+/* The first operation that has not started; NULL: there is none. */
+group_ref next_of(ncclComm_t comm)
+{
+    for (auto &g : comm->order)
+        if (!g->started && !g->dropped) return g;
+    return nullptr;
+}
+
+/* A rank of another process offers what this rank does not. */
+bool asked(ncclComm_t comm)
+{
+    team &t = *comm->of;
+    const int me = comm->rank;
+    for (int r = 0; r < t.ranks; ++r) {
+        const mailbox &from = t.at->boxes[r][me], &to = t.at->boxes[me][r];
+        if (t.members[(size_t)r] == NULL && (from.sends > from.receives || to.receives > to.sends))
+            return true;
+    }
+    return false;
+}
+
+/* A thread for a rank that has peers in other processes: takes and gives what they wait for, and runs what leads to it. */
+void serve(ncclComm_t comm, std::shared_ptr<team> t)
+{
+    const struct timespec nap = {0, 200000000};
+    for (uint32_t heard = t->at->bell - 1;;) {
+        {
+            fake_look look;
+            if (!comm->live) return t.reset();
+            if (heard != t->at->bell) fake_changed();
+            heard = t->at->bell;
+            for (int r = 0; r < t->ranks; ++r) carry(*t, comm->rank, r), carry(*t, r, comm->rank);
+            while (asked(comm) && next_of(comm) != nullptr && fake_advance(next_of(comm)->point)) continue;
+        }
+        syscall(SYS_futex, &t->at->bell, FUTEX_WAIT, heard, &nap, NULL, 0);
     }
 }
 
@@ -315,23 +528,21 @@ ncclResult_t settle_init(const fake_call &call, ncclComm_t comm)
 ncclResult_t init(const fake_call &call, ncclComm_t *out, int ranks, ncclUniqueId id, int rank, bool blocking,
                   int device)
 {
-    uint64_t number;
-    memcpy(&number, id.internal, sizeof number);
     if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no entry left for the communicator");
     *out = NULL;
     if (call.fails) return fail(call, ncclSystemError);
     if (ranks < 1 || rank < 0 || rank >= ranks)
         return refuse(NULL, ncclInvalidArgument, "rank outside the team");
-    if (number == 0 || number > ids) return refuse(NULL, ncclInvalidArgument, "an unknown unique id");
-    std::shared_ptr<team> &t = teams()[number];
-    if (t == nullptr) {
-        t = std::make_shared<team>();
-        t->ranks = ranks;
-        t->members.resize((size_t)ranks);
-    }
-    if (t->ranks != ranks || t->members[(size_t)rank] != NULL)
+    if (ranks > RANKS) fake_finding("%s: %d ranks are not modelled", call.name, ranks);
+    std::shared_ptr<team> t = team_of(id);
+    if (t == nullptr) return refuse(NULL, ncclInvalidArgument, "an unknown unique id");
+    member &mine = t->at->members[rank];
+    const int others = t->at->ranks.fetch_or(ranks); /* 0 for the first */
+    if ((others != 0 && others != ranks) || mine.state.fetch_add(COMING) != ABSENT)
         fake_finding("%s: rank %d of %d comes to a team of %d, or comes twice", call.name, rank, ranks,
-                     t->ranks);
+                     others);
+    t->ranks = ranks;
+    t->members.resize((size_t)ranks);
     ncclComm_t comm = fake_made(new ncclComm{});
     comm->of = t;
     comm->rank = rank;
@@ -340,9 +551,11 @@ ncclResult_t init(const fake_call &call, ncclComm_t *out, int ranks, ncclUniqueI
     comm->live = true;
     comm->error = ncclSuccess;
     comm->polls = blocking ? 0 : fake_random(3);
-    for (auto m : t->members) t->duplicate = t->duplicate || (m != NULL && m->device == device);
     t->members[(size_t)rank] = comm;
-    ++t->come;
+    mine.process = getpid();
+    mine.device = device;
+    fake_gethostname(mine.host, sizeof mine.host);
+    mine.state = LIVE;
     fake_changed();
     *out = comm;
     if (here.depth > 0) {
@@ -361,6 +574,9 @@ void retire(ncclComm_t comm)
     comm->window_out = NULL;
     for (auto w : comm->windows) w->live = false; /* it takes them along */
     comm->live = false;
+    comm->of->at->members[comm->rank].state = GONE;
+    comm->of->ring();
+    comm->of.reset();
     --fake_handles;
     fake_changed();
 }
@@ -458,26 +674,27 @@ fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUst
                                  other->device);
         for (size_t i = 0; i < g->parts.size(); ++i) {
             part &p = g->parts[i];
-            if (p.from != NULL)
+            if (p.from != NULL) {
                 t.channels[{me, p.peer}].sends.push_back({g, i});
-            else
+                ++t.at->boxes[me][p.peer].sends;
+            } else {
                 t.channels[{p.peer, me}].receives.push_back({g, i});
+                ++t.at->boxes[p.peer][me].receives;
+            }
         }
         for (auto &p : g->parts) {
-            match(t, me, p.peer);
-            match(t, p.peer, me);
+            carry(t, me, p.peer);
+            carry(t, p.peer, me);
         }
+        t.ring();
         fake_changed();
         return FAKE_MOVED;
     }
     for (auto &p : g->parts) {
         ncclComm_t peer = t.members[(size_t)p.peer];
-        if (p.done || !peer->live) continue;
-        for (auto &theirs : peer->order) {
-            if (theirs->started || theirs->dropped) continue;
-            if (fake_toward(theirs->point, path) == FAKE_MOVED) return FAKE_MOVED;
-            break;
-        }
+        if (p.done || peer == NULL || !peer->live) continue;
+        group_ref theirs = next_of(peer);
+        if (theirs != nullptr && fake_toward(theirs->point, path) == FAKE_MOVED) return FAKE_MOVED;
     }
     return FAKE_STUCK;
 }
@@ -485,9 +702,8 @@ fake_step fake_group_step(const std::shared_ptr<fake_group> &g, std::vector<CUst
 bool fake_group_late(const std::shared_ptr<fake_group> &g)
 {
     for (auto &p : g->parts) {
-        bool comes = p.done;
-        for (auto &theirs : g->comm->of->members[(size_t)p.peer]->order) comes = comes || !theirs->started;
-        if (!comes) return true;
+        ncclComm_t peer = g->comm->of->members[(size_t)p.peer];
+        if (!p.done && (peer == NULL || next_of(peer) == nullptr)) return true;
     }
     return false;
 }
@@ -505,7 +721,7 @@ void fake_nccl_drop()
     for (auto comm : fake_every<ncclComm>()) {
         comm->order.clear();
         comm->kept.clear();
-        comm->of->channels.clear();
+        if (comm->live) comm->of->channels.clear();
     }
 }
 
@@ -527,10 +743,7 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
     fake_call call("ncclGetUniqueId");
     if (call.fails) return fail(call, ncclSystemError);
     if (out == NULL) return refuse(NULL, ncclInvalidArgument, "no entry left for the unique id");
-    memset(out, 0, sizeof *out);
-    ++ids;
-    memcpy(out->internal, &ids, sizeof ids);
-    return ncclSuccess;
+    return draw(out);
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id, int rank,
@@ -552,10 +765,7 @@ ncclResult_t ncclCommInitAll(ncclComm_t *out, int n, const int *devices)
 {
     fake_call call("ncclCommInitAll");
     ncclUniqueId id;
-    ncclResult_t r = ncclSuccess;
-    memset(&id, 0, sizeof id);
-    ++ids;
-    memcpy(id.internal, &ids, sizeof ids);
+    ncclResult_t r = draw(&id);
     if (call.fails) return fail(call, ncclSystemError);
     if (n < 1 || n > FAKE_DEVICES) return refuse(NULL, ncclInvalidArgument, "more ranks than devices");
     ++here.depth; /* so that the first does not wait for the others */
@@ -688,12 +898,13 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *p, size_t bytes, nccl
         return refuse(comm, ncclUnhandledCudaError, "memory that is not of ncclMemAlloc");
     fake_reachable(p, bytes, call.name, "the window");
     team &t = *comm->of;
-    if (t.windows.size() == comm->registered) t.windows.push_back({bytes, 0});
-    registration &w = t.windows[comm->registered++];
-    if (w.bytes != bytes && version_here() < 23007)
+    if (t.windows.size() == comm->registered) t.windows.push_back(bytes);
+    const size_t theirs = t.windows[comm->registered++];
+    if (theirs != bytes && version_here() < 23007)
         fake_finding("%s: rank %d registers %zu bytes, another rank %zu, with NCCL %d", call.name, comm->rank,
-                     bytes, w.bytes, version_here());
-    ++w.come;
+                     bytes, theirs, version_here());
+    ++t.at->members[comm->rank].windows;
+    t.ring();
     comm->windows.push_back(new ncclWindow_vidmem{(char *)p, bytes, (flags & NCCL_WIN_COLL_SYMMETRIC) != 0,
                                                   symmetric > (comm->rank == 0)});
     comm->window_out = out;

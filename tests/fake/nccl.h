@@ -1,6 +1,6 @@
-/* nccl.h -- the part of NCCL that upipe and its tests use, between threads of one process   tests
+/* nccl.h -- the part of NCCL that upipe and its tests use, between threads and processes   tests
  *
- * Names, types and values are NCCL's. Ranks are threads, each on a device of its own.
+ * Names, types and values are NCCL's. Ranks are threads or processes, each on a device of its own.
  */
 #ifndef FAKE_NCCL_H
 #define FAKE_NCCL_H

@@ -603,7 +603,7 @@ static void test_capture_forbidden(void)
 
 /* ---- NCCL ---- */
 
-enum { RANKS = 3 };
+enum { RANKS = 3, LONG = 40000 }; /* LONG numbers go in several pieces */
 
 typedef struct nccl_rank {
     ncclUniqueId id;
@@ -627,36 +627,43 @@ static ncclResult_t settle(ncclComm_t comm)
     return r;
 }
 
-/* rank r sends [peer] = 10 r + peer, twice in a row */
+/* The k-th message of two, for or from a rank: one number, then many. */
+static int *message(int *buf, int received, int k, int peer)
+{
+    return buf + (received * RANKS + peer) * (1 + LONG) + k;
+}
+
+/* Rank r sends each peer 10 r + peer, and then LONG numbers from 100 + 10 r + peer on. */
 static void *nccl_main(void *p)
 {
+    const size_t bytes = sizeof(int) * 2 * RANKS * (1 + LONG);
     nccl_rank *me = (nccl_rank *)p;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclComm_t comm = NULL;
     cudaStream_t s;
     ncclResult_t r;
-    int *dev, host[4 * RANKS];
+    int *dev, *host = (int *)malloc(bytes);
     fake_rank(me->rank);
     OK(cudaSetDevice(me->rank));
     s = stream_new();
-    dev = (int *)device_buf(sizeof host);
+    dev = (int *)device_buf(bytes);
     config.blocking = 0;
     r = ncclCommInitRankConfig(&comm, RANKS, me->id, me->rank, &config);
     CHECK(r == ncclSuccess || r == ncclInProgress);
     NCCL_OK(settle(comm));
     for (int i = 0; i < RANKS; ++i) {
-        host[2 * i] = 10 * me->rank + i;
-        host[2 * i + 1] = 100 + 10 * me->rank + i;
+        *message(host, 0, 0, i) = 10 * me->rank + i;
+        for (int n = 0; n < LONG; ++n) message(host, 0, 1, i)[n] = 100 + 10 * me->rank + i + n;
     }
-    OK(cudaMemcpyAsync(dev, host, 2 * RANKS * sizeof *host, cudaMemcpyHostToDevice, s));
+    OK(cudaMemcpyAsync(dev, host, bytes / 2, cudaMemcpyHostToDevice, s));
     if (me->absent == me->rank) {
         NCCL_OK(ncclCommAbort(comm));
     } else {
         NCCL_OK(ncclGroupStart());
         for (int k = 0; k < 2; ++k)
             for (int i = 0; i < RANKS; ++i) {
-                NCCL_OK(ncclSend(dev + 2 * i + k, 1, ncclInt32, i, comm, s));
-                NCCL_OK(ncclRecv(dev + 2 * RANKS + 2 * i + k, 4, ncclInt8, i, comm, s));
+                NCCL_OK(ncclSend(message(dev, 0, k, i), k ? LONG : 1, ncclInt32, i, comm, s));
+                NCCL_OK(ncclRecv(message(dev, 1, k, i), 4 * (k ? LONG : 1), ncclInt8, i, comm, s));
             }
         r = ncclGroupEnd();
         CHECK(r == ncclSuccess || r == ncclInProgress);
@@ -666,10 +673,13 @@ static void *nccl_main(void *p)
             NCCL_OK(ncclCommGetAsyncError(comm, &me->end));
         }
         if (me->end == ncclSuccess) {
-            OK(cudaMemcpyAsync(host, dev, 4 * RANKS * sizeof *host, cudaMemcpyDeviceToHost, s));
+            OK(cudaMemcpyAsync(host, dev, bytes, cudaMemcpyDeviceToHost, s));
             for (int i = 0; i < RANKS; ++i) {
-                CHECK_INT(host[2 * RANKS + 2 * i], 10 * i + me->rank);
-                CHECK_INT(host[2 * RANKS + 2 * i + 1], 100 + 10 * i + me->rank);
+                int wrong = 0;
+                CHECK_INT(*message(host, 1, 0, i), 10 * i + me->rank);
+                for (int n = 0; n < LONG; ++n)
+                    wrong += message(host, 1, 1, i)[n] != 100 + 10 * i + me->rank + n;
+                CHECK_INT(wrong, 0);
             }
             CHECK(ncclCommFinalize(comm) != ncclInternalError);
             NCCL_OK(settle(comm));
@@ -680,24 +690,40 @@ static void *nccl_main(void *p)
     }
     OK(cudaFree(dev));
     OK(cudaStreamDestroy(s));
+    free(host);
+    if (me->rank != me->absent) CHECK_INT(me->end, me->absent < 0 ? ncclSuccess : ncclRemoteError);
     return NULL;
 }
 
-static void test_nccl(int absent)
+/* absent: a rank that does not come to the all-to-all, or -1; apart: ranks are processes, not threads */
+static void test_nccl(int absent, int apart)
 {
     nccl_rank ranks[RANKS];
     pthread_t threads[RANKS];
+    pid_t processes[RANKS];
+    const long failed = test_failures;
     memset(ranks, 0, sizeof ranks);
     NCCL_OK(ncclGetUniqueId(&ranks[0].id));
     for (int r = 0; r < RANKS; ++r) {
         ranks[r].id = ranks[0].id;
         ranks[r].rank = r;
         ranks[r].absent = absent;
-        CHECK(pthread_create(&threads[r], NULL, nccl_main, &ranks[r]) == 0);
+        if (!apart) CHECK(pthread_create(&threads[r], NULL, nccl_main, &ranks[r]) == 0);
+        fflush(NULL);
+        if (apart && (processes[r] = fork()) == 0) {
+            nccl_main(&ranks[r]);
+            CHECK(fake_check_clean());
+            fflush(NULL);
+            _exit(test_failures > failed);
+        }
     }
-    for (int r = 0; r < RANKS; ++r) pthread_join(threads[r], NULL);
-    for (int r = 0; r < RANKS; ++r)
-        if (r != absent) CHECK_INT(ranks[r].end, absent < 0 ? ncclSuccess : ncclRemoteError);
+    for (int r = 0; r < RANKS; ++r) {
+        int status = 0;
+        if (apart)
+            CHECK(waitpid(processes[r], &status, 0) > 0 && status == 0);
+        else
+            pthread_join(threads[r], NULL);
+    }
     CHECK(fake_check_clean());
 }
 
@@ -724,8 +750,10 @@ int main(void)
         test_capture(0);
         test_capture(1);
         test_capture_forbidden();
-        test_nccl(-1);
-        test_nccl(1);
+        for (int apart = 0; apart < 2; ++apart) {
+            test_nccl(-1, apart);
+            test_nccl(1, apart);
+        }
     }
     return test_end("fake");
 }

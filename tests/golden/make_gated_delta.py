@@ -68,11 +68,7 @@ enum {{
 
 static const float golden_eps = {EPS}f;
 
-/* Of each tensor, or of its gradient: its sum with random signs, its norm, the norm of the error in f32. */
-static const struct golden_row {{
-    const char *name;
-    double sum, norm, error;
-}} golden_rows[] = {{
+static const golden_row golden_rows[] = {{
 ''' + '\n'.join(lines) + '''
 };
 

@@ -15,7 +15,8 @@
 #define BLOCK_RESULTS(X) \
     X(o)                 \
     X(lse)               \
-    X(y) X(q) X(x) X(wq) X(wk) X(wv) X(wo) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
+    X(y)                 \
+    X(q) X(x) X(wq) X(wk) X(wv) X(wo) X(wg) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
 
 /* Results of a tile: all tensors but the gradient that comes in. */
 #define TILE_RESULTS(X) X(x) X(gate) X(up) X(down) X(head) X(norm_weight) X(post_norm_weight) X(y) X(loss)

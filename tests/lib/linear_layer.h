@@ -18,10 +18,9 @@
 #include "upipe/upipe.h"
 #include "upipe/cpu/upipe_cpu_simd.h"
 
-#include "../golden/gated_delta_net.h"
 #include "context.h"
-
-#include <float.h>
+#include "golden.h"
+#include "../golden/gated_delta_net.h"
 
 enum { X, W_QKV, W_Z, W_B, W_A, W_OUT, CONV, A_LOG, DT_BIAS, NORM, TENSORS, DY = TENSORS, Y, FIELDS };
 enum {
@@ -714,37 +713,12 @@ static inline int64_t state_of(const layer *a)
     return (int64_t)a->heads * a->key_dim * a->value_dim;
 }
 
-/* A stream of the name's own, as golden/make_families.py has it. */
-static inline test_rng stream_of(const char *before, const char *name)
-{
-    test_rng r = {0};
-    for (; *before != '\0'; ++before) r.state = 31 * r.state + (unsigned char)*before;
-    for (; *name != '\0'; ++name) r.state = 31 * r.state + (unsigned char)*name;
-    return r;
-}
-
-/* Eleven bits each, as golden/make_gated_delta.py draws them. */
+/* As golden/make_gated_delta.py draws it. */
 static inline void draw_golden(layer *a)
 {
     static const double mean[Y] = {[DT_BIAS] = -1, [NORM] = 1},
                         scale[Y] = {1, 0.25, 0.25, 0.25, 0.25, 0.25, 0.5, 1, 1, 0.25, 1};
-    for (int i = 0; i < Y; ++i) {
-        test_rng r = stream_of("", names[i]);
-        for (int64_t j = 0; j < count_of(a, i); ++j)
-            a->data[i][j] = (float)(mean[i] + scale[i] * ((double)(test_u64(&r) >> 53) / 1024 - 1));
-    }
-}
-
-/* A sum with random signs: its error is a random walk along the tensor's, which stays within four times its length. The rule of
- * lib/tolerance.h allows 1.5 times that of the naive one. */
-static inline void check_golden(const struct golden_row *g, const float *got, int64_t n)
-{
-    const double limit = 4 * (1.5 * g->error + (double)FLT_EPSILON * g->norm);
-    test_rng r = stream_of("signs of ", g->name);
-    double sum = 0;
-    for (int64_t j = 0; j < n; ++j) sum += test_u64(&r) >> 63 ? -(double)got[j] : (double)got[j];
-    CHECK_SAY(fabs(sum - g->sum) <= limit, "%s, with signs, sums up to %.9g, not %.9g; at most %.3g off",
-              g->name, sum, g->sum, limit);
+    for (int i = 0; i < Y; ++i) golden_draw(a->data[i], count_of(a, i), names[i], mean[i], scale[i]);
 }
 
 static inline void check_golden_states(void)

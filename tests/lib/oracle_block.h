@@ -2,7 +2,7 @@
  *                   yardstick
  *
  * Natural layouts, no ranks, no stages: x [batch][S][D], wq [H*d][D], wk [Hkv*d][D], wv [Hkv*v_dim][D], wo
- * [D][H*v_dim], o and dout [batch][S][H*v_dim], lse [batch][S][H], norm weights [d], sinks [H]. Every
+ * [D][H*v_dim], wg [H*v_dim][D], o and dout [batch][S][H*v_dim], lse [batch][S][H], norm weights [d], sinks [H]. Every
  * sequence is attended alone; packed sequences lie over the whole batch. The naive run rounds to the storage
  * type what a plain implementation would store: Q, K, V after each step, o, dO, dQ, dK, dV, y, dx.
  *
@@ -28,6 +28,7 @@ typedef struct block_shape {
     const double *rope_rates;   /* NULL: by theta */
     int normed;                 /* QK norm */
     int projected;              /* with the output projection */
+    int gated;                  /* its input is gated by x, upipe_out_gate.h */
     int biased;                 /* bq, bk, bv, and bo with the output projection */
     int naive;                  /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
@@ -47,6 +48,7 @@ typedef struct block_shape {
     X(wk)                \
     X(wv)                \
     X(wo)                \
+    X(wg)                \
     X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo) X(o) X(dout) X(q) X(lse) X(y) X(dy)
 
 static inline int64_t block_count(const block_shape *s, const char *name)
@@ -57,6 +59,7 @@ static inline int64_t block_count(const block_shape *s, const char *name)
     if (!strcmp(name, "wk")) return (int64_t)s->hkv * s->d * s->dim;
     if (!strcmp(name, "wv")) return s->hkv * v_dim * s->dim;
     if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
+    if (!strcmp(name, "wg")) return s->gated ? ho * s->dim : 0;
     if (!strcmp(name, "q_norm_weight") || !strcmp(name, "k_norm_weight")) return s->normed ? s->d : 0;
     if (!strcmp(name, "sinks")) return s->sinks ? s->h : 0;
     if (!strcmp(name, "bq")) return s->biased ? hd : 0;
@@ -130,6 +133,7 @@ static inline void block_inputs(const block_shape *s, uint64_t seed, f32_block *
     BLOCK_FILL(wk, weight)
     BLOCK_FILL(wv, weight)
     BLOCK_FILL(wo, 1 / sqrt((double)s->h * (s->v_dim > 0 ? s->v_dim : s->d)))
+    BLOCK_FILL(wg, 2 * weight)
     BLOCK_FILL(dout, 1)
     BLOCK_FILL(dy, 1)
     BLOCK_FILL(bq, 0.5)

@@ -58,6 +58,8 @@ typedef struct run_own {
     int blocks_max; /* exactly what the dry run says */
     float *host;    /* [host_n], its rows on their way, in memory of the host whatever the table */
     int64_t host_n;
+    void *wg,
+        *dwg; /* where the output is gated: the weight, in the storage type, and its gradient, zero at first */
 } run_own;
 
 typedef struct run_state {
@@ -168,10 +170,11 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     upipe_saved save = {0};
     upipe_slots dout = {0};
     upipe_grads g = {0};
-    upipe_view x, y, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
+    upipe_view x, y = {0}, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)ho);
     void *data, *at[RUN_GRADS];
+    const int64_t wg_n = block_count(shape, "wg");
     int narrow = s->test->grad_dtype != UPIPE_F32, j = 0;
     for (int k = 0; k < RUN_GRADS; ++k) {
         const size_t n = (size_t)block_count(shape, run_grads[k]);
@@ -195,13 +198,15 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     if (shape->projected) {
         UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-        UPIPE_TRY(upipe_layer_out_fwd(c, l, y, &save));
+        UPIPE_TRY(shape->gated ? upipe_gated_out_fwd(c, l, own->wg, y, &save, x)
+                               : upipe_layer_out_fwd(c, l, y, &save));
         UPIPE_TRY(c->ops->cast(c, wide, y));
         run_rows(p, s->r->out.y, host, dim, 1);
         run_rows(p, s->in->dy, host, dim, 0);
         UPIPE_TRY(c->ops->cast(c, y, wide));
-        UPIPE_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
-        UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
+        UPIPE_TRY(shape->gated ? upipe_gated_out_bwd(c, l, own->wg, &g, own->dwg, &save, y, y, x)
+                               : upipe_layer_out_bwd(c, l, &g, &save, y));
+        if (!shape->gated) UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
         UPIPE_TRY(upipe_slots_alloc(c, l->plan, &dout, UPIPE_SLOT_FULL, "dout"));
         run_rows(p, s->in->dout, host, ho, 0);
@@ -211,6 +216,10 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     UPIPE_TRY(upipe_layer_bwd(c, l, dx, &g, &save, shape->projected ? &save.out : &dout, x));
     UPIPE_TRY(run_gather_q(c, p, q, shape->projected ? &save.out : &dout));
     run_rows(p, s->r->out.q, host, hd, 1);
+    if (shape->gated) {
+        UPIPE_TRY(c->ops->add(c, dx, y));
+        UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
+    }
     UPIPE_TRY(c->ops->cast(c, wide, dx));
     run_rows(p, s->r->out.x, host, dim, 1);
 
@@ -241,6 +250,12 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
         /* every rank of the world has tokens of its own */
         UPIPE_TRY(upipe_all_reduce(c, world, grads[j], n));
         if (rank == 0 && n > 0) UPIPE_TRY(c->ops->copy(c, result[j], grads[j], (size_t)n * sizeof(float)));
+    }
+    if (shape->gated) {
+        float *sum = narrow ? floats(wg_n) : (float *)own->dwg;
+        for (int64_t i = 0; narrow && i < wg_n; ++i) sum[i] = upipe_cpu_get(own->dwg, s->test->grad_dtype, i);
+        UPIPE_TRY(upipe_all_reduce(c, world, sum, wg_n));
+        if (rank == 0) UPIPE_TRY(c->ops->copy(c, s->r->out.wg, sum, (size_t)wg_n * sizeof *sum));
     }
     return c->ops->sync(c);
 }
@@ -395,8 +410,9 @@ static inline upipe_status run_dry(const run_case *test, const upipe_ops *ops, r
     upipe_status status;
     upipe_dry *dry = dry_begin(&own->plan, ops, &status);
     if (status == UPIPE_OK)
-        status = test->shape.projected ? upipe_dry_block(dry, &own->layer, !test->dx_apart)
-                                       : upipe_dry_layer(dry, &own->layer, !test->dx_apart);
+        status = test->shape.gated       ? upipe_dry_gated_block(dry, &own->layer, !test->dx_apart)
+                 : test->shape.projected ? upipe_dry_block(dry, &own->layer, !test->dx_apart)
+                                         : upipe_dry_layer(dry, &own->layer, !test->dx_apart);
     *err = dry->ctx.err;
     if (status == UPIPE_OK) CHECK_INT(dry->mem.live, 0);
     own->bytes = upipe_dry_bytes(dry);
@@ -435,6 +451,8 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         if (status != UPIPE_OK) break;
         own->layer = run_layer_with(test, s->weights, in);
         own->layer.plan = &own->plan;
+        own->wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
+        own->dwg = zeroed((size_t)block_count(shape, "wg") * upipe_dtype_bytes(test->grad_dtype));
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1 + s->ops.attn_reads_o);
         sent += upipe_plan_sent_ring(&own->plan, &own->layer.mask, 0) +

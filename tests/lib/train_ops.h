@@ -187,56 +187,67 @@ static inline void check_scale(test_rng *r, upipe_ctx *c, int d, upipe_dtype y_t
     buffers_free(0);
 }
 
-/* ---- swiglu and geglu ---- */
+/* ---- swiglu, geglu and glu ---- */
+
+enum { GATE_SILU, GATE_GELU, GATE_SIGMOID, GATES };
+static const char *const gate_units[GATES][3] = {{"swiglu", "swiglu dgate", "swiglu dup"},
+                                                 {"geglu", "geglu dgate", "geglu dup"},
+                                                 {"glu", "glu dgate", "glu dup"}};
 
 /* The sigmoid that an activation multiplies its gate by, and the slope of that sigmoid's argument. */
-static inline double gate64(double g, int gelu, double *slope)
+static inline double gate64(double g, int kind, double *slope)
 {
     const double root = 2 * sqrt(2 / acos(-1.0));
-    *slope = gelu ? root * (1 + 3 * 0.044715 * g * g) : 1;
-    return 1 / (1 + exp(gelu ? -root * (g + 0.044715 * g * g * g) : -g));
+    *slope = kind == GATE_GELU ? root * (1 + 3 * 0.044715 * g * g) : 1;
+    return 1 / (1 + exp(kind == GATE_GELU ? -root * (g + 0.044715 * g * g * g) : -g));
 }
 
-static inline double gated64(double g, double u, int gelu)
+static inline double gated64(double g, double u, int kind)
 {
-    double slope;
-    return g * gate64(g, gelu, &slope) * u;
+    double slope, s = gate64(g, kind, &slope);
+    return (kind == GATE_SIGMOID ? s : g * s) * u;
 }
 
 /* d gated / d gate */
-static inline double gated_slope64(double g, double u, int gelu)
+static inline double gated_slope64(double g, double u, int kind)
 {
-    double slope, s = gate64(g, gelu, &slope);
+    double slope, s = gate64(g, kind, &slope), far = exp(-fabs(g));
+    if (kind == GATE_SIGMOID)
+        return u * far / ((1 + far) * (1 + far)); /* s (1 - s), where 1 - s has no digits too */
     return s == 0 ? 0 : u * s * (1 + (s == 1 ? 0 : g * (1 - s) * slope));
 }
 
-/* As PyTorch says it, with tanh where it is gelu. */
-static inline float naive_gate(float g, int gelu, float *slope, int way)
+/* What the gate multiplies by, as PyTorch says it, with tanh where it is gelu. */
+static inline float naive_gate(float g, int kind, float *slope, int way)
 {
     const float root = 0.7978845608f;
     float t, inner;
-    if (!gelu) {
+    if (kind != GATE_GELU) {
         const float s = 1 / (1 + expf(-g));
-        *slope = s * naive_add(1, g, 1 - s, way);
-        return s;
+        *slope = kind == GATE_SILU ? s * naive_add(1, g, 1 - s, way) : s * (1 - s);
+        return kind == GATE_SILU ? g * s : s;
     }
     t = tanhf(root * naive_add(g, 0.044715f, g * g * g, way));
     inner = root * naive_add(1, 3 * 0.044715f, g * g, way);
     *slope = naive_add(0.5f * (1 + t), 0.5f * g * (1 - t * t), inner, way);
-    return 0.5f * (1 + t);
+    return g * (0.5f * (1 + t));
 }
 
-static inline upipe_status gated(upipe_ctx *c, int gelu, upipe_view y, upipe_view gate, upipe_view up)
+static inline upipe_status gated(upipe_ctx *c, int kind, upipe_view y, upipe_view gate, upipe_view up)
 {
-    return (gelu ? c->ops->geglu : c->ops->swiglu)(c, y, gate, up);
+    const upipe_ops *o = c->ops;
+    return (kind == GATE_SILU ? o->swiglu : kind == GATE_GELU ? o->geglu : o->glu)(c, y, gate, up);
 }
 
-static inline upipe_status gated_bwd(upipe_ctx *c, int gelu, upipe_view gate, upipe_view up, upipe_view dy)
+static inline upipe_status gated_bwd(upipe_ctx *c, int kind, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    return (gelu ? c->ops->geglu_bwd : c->ops->swiglu_bwd)(c, gate, up, dy);
+    const upipe_ops *o = c->ops;
+    return (kind == GATE_SILU   ? o->swiglu_bwd
+            : kind == GATE_GELU ? o->geglu_bwd
+                                : o->glu_bwd)(c, gate, up, dy);
 }
 
-static inline void check_gated(test_rng *r, upipe_ctx *c, int gelu, int d, upipe_dtype y_type,
+static inline void check_gated(test_rng *r, upipe_ctx *c, int kind, int d, upipe_dtype y_type,
                                upipe_dtype g_type, upipe_dtype u_type, int layout)
 {
     const double step = 1e-5;
@@ -249,49 +260,49 @@ static inline void check_gated(test_rng *r, upipe_ctx *c, int gelu, int d, upipe
     for (int64_t at = 0; at < t.n; ++at) {
         float g = get_at(gate, at), u = get_at(up, at), o = get_at(dy, at);
         double g64 = (double)g, u64 = (double)u, o64 = (double)o;
-        t.want[at] = gated64(g64, u64, gelu);
-        tg.want[at] = o64 * gated_slope64(g64, u64, gelu);
-        tu.want[at] = o64 * gated64(g64, 1, gelu);
-        if (!is_slope(gated_slope64(g64, u64, gelu), gated64(g64 + step, u64, gelu),
-                      gated64(g64 - step, u64, gelu), step))
+        t.want[at] = gated64(g64, u64, kind);
+        tg.want[at] = o64 * gated_slope64(g64, u64, kind);
+        tu.want[at] = o64 * gated64(g64, 1, kind);
+        if (!is_slope(gated_slope64(g64, u64, kind), gated64(g64 + step, u64, kind),
+                      gated64(g64 - step, u64, kind), step))
             ok = 0;
         for (int way = 0; way < NAIVE_WAYS; ++way) {
-            float slope, s = naive_gate(g, gelu, &slope, way);
-            t.naive[way][at] = naive_store(y_type, g * s * u);
+            float slope, value = naive_gate(g, kind, &slope, way);
+            t.naive[way][at] = naive_store(y_type, value * u);
             tg.naive[way][at] = naive_store(g_type, o * u * slope);
-            tu.naive[way][at] = naive_store(u_type, o * g * s);
+            tu.naive[way][at] = naive_store(u_type, o * value);
         }
     }
-    CHECK_SAY(ok, "the f64 gradient of swiglu or geglu (%d) is not its slope, d %d", gelu, d);
-    CHECK_STATUS(gated(c, gelu, y, gate, up), UPIPE_OK, c->err);
+    CHECK_SAY(ok, "the f64 gradient of %s is not its slope, d %d", gate_units[kind][0], d);
+    CHECK_STATUS(gated(c, kind, y, gate, up), UPIPE_OK, c->err);
     CHECK(same(gate, dgate) && same(up, dup));
-    CHECK_STATUS(gated_bwd(c, gelu, dgate, dup, dy), UPIPE_OK, c->err);
-    judge(&t, y, gelu ? "geglu" : "swiglu");
-    judge(&tg, dgate, gelu ? "geglu dgate" : "swiglu dgate");
-    judge(&tu, dup, gelu ? "geglu dup" : "swiglu dup");
+    CHECK_STATUS(gated_bwd(c, kind, dgate, dup, dy), UPIPE_OK, c->err);
+    judge(&t, y, gate_units[kind][0]);
+    judge(&tg, dgate, gate_units[kind][1]);
+    judge(&tu, dup, gate_units[kind][2]);
     CHECK(gaps_whole(y) && gaps_whole(dgate) && gaps_whole(dup));
     CHECK_BYTES(dy.data, keep.data, view_bytes(dy));
     /* in two calls and other layouts: the same bits */
     for (int i = 0; i < 2; ++i) {
         upipe_view gi = upipe_view_rows(gate2, i, 1 + 2 * i), ui = upipe_view_rows(up2, i, 1 + 2 * i);
-        CHECK_STATUS(gated(c, gelu, upipe_view_rows(y2, i, 1 + 2 * i), gi, ui), UPIPE_OK, c->err);
-        CHECK_STATUS(gated_bwd(c, gelu, gi, ui, upipe_view_rows(dy, i, 1 + 2 * i)), UPIPE_OK, c->err);
+        CHECK_STATUS(gated(c, kind, upipe_view_rows(y2, i, 1 + 2 * i), gi, ui), UPIPE_OK, c->err);
+        CHECK_STATUS(gated_bwd(c, kind, gi, ui, upipe_view_rows(dy, i, 1 + 2 * i)), UPIPE_OK, c->err);
     }
     CHECK(same(y2, y) && same(gate2, dgate) && same(up2, dup));
     /* in place */
     if (g_type == y_type) {
-        CHECK_STATUS(gated(c, gelu, gate, gate, up), UPIPE_OK, c->err);
+        CHECK_STATUS(gated(c, kind, gate, gate, up), UPIPE_OK, c->err);
         CHECK(same(gate, y) && gaps_whole(gate));
     } else if (u_type == y_type) {
-        CHECK_STATUS(gated(c, gelu, up, gate, up), UPIPE_OK, c->err);
+        CHECK_STATUS(gated(c, kind, up, gate, up), UPIPE_OK, c->err);
         CHECK(same(up, y) && gaps_whole(up));
     }
     buffers_free(0);
 }
 
 /* Far gates: nothing finite becomes infinite, what is 0 in f64 is 0, and a NaN stays one. The exponent of gelu's sigmoid
- * is off by a few roundings of its own size, silu's by none. */
-static inline void check_gated_ends(upipe_ctx *c, int gelu)
+ * is off by a few roundings of its own size, the others' by none. */
+static inline void check_gated_ends(upipe_ctx *c, int kind)
 {
     static const float gates[] = {0,      1e-30f, -1e-30f, 17,    -17,  80,    -80,   87,     -87,
                                   88.05f, -88.1f, 89,      -89,   1e4f, -1e4f, 3e38f, -3e38f, 5.5f,
@@ -307,18 +318,18 @@ static inline void check_gated_ends(upipe_ctx *c, int gelu)
         up[i] = 1;
         dy[i] = i % 2 ? -1.0f : 1.0f;
     }
-    CHECK_STATUS(gated(c, gelu, vy, vg, vu), UPIPE_OK, c->err);
-    CHECK_STATUS(gated_bwd(c, gelu, vg, vu, vd), UPIPE_OK, c->err);
+    CHECK_STATUS(gated(c, kind, vy, vg, vu), UPIPE_OK, c->err);
+    CHECK_STATUS(gated_bwd(c, kind, vg, vu, vd), UPIPE_OK, c->err);
     for (int i = 0; i < COUNT; ++i) {
-        double g = (double)gates[i], value = gated64(g, 1, gelu), slope = gated_slope64(g, 1, gelu),
+        double g = (double)gates[i], value = gated64(g, 1, kind), slope = gated_slope64(g, 1, kind),
                sign = (double)dy[i];
         double large = fabs(g) < 100 ? fabs(g) : 0; /* of the exponent */
-        if (gelu && fabs(g) < 12) large = 4 * (1.6 * large + 0.072 * large * large * large);
+        if (kind == GATE_GELU && fabs(g) < 12) large = 4 * (1.6 * large + 0.072 * large * large * large);
         const double near = 4e-7 + 1.2e-7 * large;
-        CHECK_SAY(fabs((double)y[i] - value) <= near * fabs(value) + 1e-36, "%s(%g) = %g, not %g",
-                  gelu ? "gelu" : "silu", g, (double)y[i], value);
-        CHECK_SAY(fabs((double)gate[i] - sign * slope) <= near * fabs(slope) + 1e-36, "%s'(%g) = %g, not %g",
-                  gelu ? "gelu" : "silu", g, (double)gate[i], sign * slope);
+        CHECK_SAY(fabs((double)y[i] - value) <= near * fabs(value) + 1e-36, "%s of %g is %g, not %g",
+                  gate_units[kind][0], g, (double)y[i], value);
+        CHECK_SAY(fabs((double)gate[i] - sign * slope) <= near * fabs(slope) + 1e-36,
+                  "%s at %g is %g, not %g", gate_units[kind][1], g, (double)gate[i], sign * slope);
         CHECK_SAY(fabs((double)up[i] - sign * value) <= near * fabs(value) + 1e-36, "dup at %g is %g, not %g",
                   g, (double)up[i], sign * value);
     }
@@ -328,8 +339,8 @@ static inline void check_gated_ends(upipe_ctx *c, int gelu)
         if (which == 0) gate[5] = NAN;
         if (which == 1) up[5] = NAN;
         if (which == 2) dy[5] = NAN;
-        CHECK_STATUS(gated(c, gelu, vy, vg, vu), UPIPE_OK, c->err);
-        CHECK_STATUS(gated_bwd(c, gelu, vg, vu, vd), UPIPE_OK, c->err);
+        CHECK_STATUS(gated(c, kind, vy, vg, vu), UPIPE_OK, c->err);
+        CHECK_STATUS(gated_bwd(c, kind, vg, vu, vd), UPIPE_OK, c->err);
         CHECK_INT(isnan(y[5]) != 0, which != 2);
         CHECK(isnan(gate[5]));
         CHECK_INT(isnan(up[5]) != 0, which != 1);
@@ -911,6 +922,8 @@ static inline void check_pointwise_statuses(upipe_ctx *c)
     REFUSED(swiglu_bwd(c, x, y, (v = z, v.n = 1, v)), ARG, "gate is [2][2][8], not [1][2][8]");
     REFUSED(geglu(c, x, y, WITH(v.data = NULL)), ARG, "geglu: up is NULL");
     REFUSED(geglu_bwd(c, x, x, y), ARG, "geglu_bwd: gate and up are the same memory");
+    REFUSED(glu(c, x, y, WITH(v.data = NULL)), ARG, "glu: up is NULL");
+    REFUSED(glu_bwd(c, x, x, y), ARG, "glu_bwd: gate and up are the same memory");
     REFUSED(total(c, NULL, x, 0), ARG, "out is NULL");
     REFUSED(total(c, &out, (v = z, v.n = 1, v.data = NULL, v), 0), ARG, "x is NULL");
     /* no rows: no memory needed */
@@ -921,6 +934,8 @@ static inline void check_pointwise_statuses(upipe_ctx *c)
     CHECK_OP(swiglu_bwd(c, v, v, v));
     CHECK_OP(geglu(c, v, v, v));
     CHECK_OP(geglu_bwd(c, v, v, v));
+    CHECK_OP(glu(c, v, v, v));
+    CHECK_OP(glu_bwd(c, v, v, v));
 }
 
 static inline void check_token_statuses(upipe_ctx *c)
@@ -1015,7 +1030,7 @@ static inline void check_train_ops(test_rng *r, upipe_ctx *c, int most_columns)
             int d = train_dims[pick], layout = which / (all * all), one = which % all,
                 two = which / all % all;
             /* each three of types in one of the layouts */
-            check_gated(r, c, (which + which / all) % 2, d, (upipe_dtype)one, (upipe_dtype)two,
+            check_gated(r, c, (which + which / all + pick) % GATES, d, (upipe_dtype)one, (upipe_dtype)two,
                         (upipe_dtype)((one + two + layout) % all), layout);
             check_add(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
             check_scale(r, c, d, (upipe_dtype)one, (upipe_dtype)two, layout);
@@ -1040,8 +1055,7 @@ static inline void check_train_ops(test_rng *r, upipe_ctx *c, int most_columns)
     check_rmsnorm_long(r, c, 6);
     check_rmsnorm_long(r, c, 9);
     check_rmsnorm_long(r, c, 2051);
-    check_gated_ends(c, 0);
-    check_gated_ends(c, 1);
+    for (int kind = 0; kind < GATES; ++kind) check_gated_ends(c, kind);
     check_cross_entropy_ends(c);
     check_total_range(c);
     check_adamw_first(c);

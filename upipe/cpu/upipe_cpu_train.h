@@ -1,7 +1,7 @@
 /* upipe_cpu_train.h -- what a model needs around its attention        backend cpu, includes cpu_rows
  *
- * Fills the table's add, scale, swiglu, geglu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total and
- * adamw. Links with the math library.
+ * Fills the table's add, scale, swiglu, geglu, glu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total
+ * and adamw. Links with the math library.
  *
  *     upi_cpu_swiglu(...)            y [n][h][d] = silu(gate) * up
  *     upi_cpu_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient
@@ -27,6 +27,9 @@ enum {
     UPI_BIAS_STRIP = 64,     /* columns of a strip of bias_bwd: a multiple */
     UPI_ADAMW_PIECE = 64
 };
+
+/* What is done with a gate before it multiplies. */
+enum { UPI_CPU_SILU, UPI_CPU_GELU, UPI_CPU_SIGMOID };
 
 UPI_KERNELS_BEGIN
 
@@ -90,73 +93,83 @@ UPI_INLINE void upi_fw_sigmoid(upi_fw z, upi_fw *s, upi_fw *rest)
     *rest = upi_fw_select(negative, large, small);
 }
 
-/* Of the gate's activation g * s: s, and the slope. silu: s is the sigmoid of g; its slope s (1 + g (1 - s)) lies within
- * -0.1 .. 1.1 for any finite g. gelu: that of 2u, whose slope is 2u'. Beyond 100 s is 0 or 1, whatever g is, and powers
- * of g could overflow; a NaN stays one. */
-UPI_INLINE void upi_fw_gate(upi_fw g, int gelu, upi_fw *s, upi_fw *slope)
+/* A gate's activation and its slope. sigmoid: s and s (1 - s). The others are g * s. silu: s is the sigmoid of g; its
+ * slope s (1 + g (1 - s)) lies within -0.1 .. 1.1 for any finite g. gelu: that of 2u, whose slope is 2u'. Beyond 100 s is
+ * 0 or 1, whatever g is, and powers of g could overflow; a NaN stays one. */
+UPI_INLINE void upi_fw_gate(upi_fw g, int kind, upi_fw *value, upi_fw *slope)
 {
     const upi_fw one = upi_fw_set1(1.0f);
-    upi_fw near, square, rest, grows;
-    if (!gelu) {
-        upi_fw_sigmoid(g, s, &rest);
-        *slope = upi_fw_mul(*s, upi_fw_fma(g, rest, one));
+    upi_fw near, square, s, rest, grows;
+    if (kind != UPI_CPU_GELU) {
+        upi_fw_sigmoid(g, &s, &rest);
+        *value = kind == UPI_CPU_SILU ? upi_fw_mul(g, s) : s;
+        *slope = upi_fw_mul(s, kind == UPI_CPU_SILU ? upi_fw_fma(g, rest, one) : rest);
         return;
     }
     near = upi_fw_max(upi_fw_set1(-100.0f), upi_fw_min(upi_fw_set1(100.0f), g));
     square = upi_fw_mul(near, near);
     upi_fw_sigmoid(
-        upi_fw_mul(near, upi_fw_fma(upi_fw_set1(UPIPE_GELU_CUBE), square, upi_fw_set1(UPIPE_GELU_ONE))), s,
+        upi_fw_mul(near, upi_fw_fma(upi_fw_set1(UPIPE_GELU_CUBE), square, upi_fw_set1(UPIPE_GELU_ONE))), &s,
         &rest);
     grows = upi_fw_fma(upi_fw_set1(3 * UPIPE_GELU_CUBE), square, upi_fw_set1(UPIPE_GELU_ONE));
-    *slope = upi_fw_mul(*s, upi_fw_fma(upi_fw_mul(near, rest), grows, one));
+    *value = upi_fw_mul(g, s);
+    *slope = upi_fw_mul(s, upi_fw_fma(upi_fw_mul(near, rest), grows, one));
 }
 
 /* Views: y, gate, up. y's type is looked at for every vector: beside an exponential that costs nothing. */
 UPI_INLINE void upi_gated_step(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
-                               const void *up, upipe_dtype up_type, int gelu, int64_t k, int64_t n)
+                               const void *up, upipe_dtype up_type, int kind, int64_t k, int64_t n)
 {
-    upi_fw g = upi_row_get(gate, gate_type, k, n), s, slope;
-    upi_fw_gate(g, gelu, &s, &slope);
-    upi_row_put(y, y_type, k, n, upi_fw_mul(upi_fw_mul(g, s), upi_row_get(up, up_type, k, n)));
+    upi_fw value, slope;
+    upi_fw_gate(upi_row_get(gate, gate_type, k, n), kind, &value, &slope);
+    upi_row_put(y, y_type, k, n, upi_fw_mul(value, upi_row_get(up, up_type, k, n)));
 }
 
 UPI_INLINE void upi_gated_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
-                               upipe_dtype up_type, int gelu)
+                               upipe_dtype up_type, int kind)
 {
     int64_t i, j;
     for (i = first; i < last; ++i)
         for (j = 0; j < f->heads; ++j) {
             char *y = upi_flat_at(f, 0, i, j), *gate = upi_flat_at(f, 1, i, j), *up = upi_flat_at(f, 2, i, j);
             UPI_ROW_STEPS(k, n, upi_flat_length(f, i),
-                          upi_gated_step(y, f->v[0].dtype, gate, gate_type, up, up_type, gelu, k, n));
+                          upi_gated_step(y, f->v[0].dtype, gate, gate_type, up, up_type, kind, k, n));
         }
 }
 
 UPI_CPU_KERNEL void upi_swiglu_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype, upi_gated_rows(f, first, last, gate, up, 0));
+    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
+                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_SILU));
 }
 
 UPI_CPU_KERNEL void upi_geglu_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype, upi_gated_rows(f, first, last, gate, up, 1));
+    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
+                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_GELU));
+}
+
+UPI_CPU_KERNEL void upi_glu_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_flat *f = (const upi_flat *)call;
+    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
+                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_SIGMOID));
 }
 
 /* Views: gate, up, dy. */
 UPI_INLINE void upi_gated_bwd_step(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
-                                   const void *dy, upipe_dtype dy_type, int gelu, int64_t k, int64_t n)
+                                   const void *dy, upipe_dtype dy_type, int kind, int64_t k, int64_t n)
 {
-    upi_fw g = upi_row_get(gate, gate_type, k, n), u = upi_row_get(up, up_type, k, n), s, slope;
-    upi_fw grad = upi_row_get(dy, dy_type, k, n);
-    upi_fw_gate(g, gelu, &s, &slope);
+    upi_fw u = upi_row_get(up, up_type, k, n), grad = upi_row_get(dy, dy_type, k, n), value, slope;
+    upi_fw_gate(upi_row_get(gate, gate_type, k, n), kind, &value, &slope);
     upi_row_put(gate, gate_type, k, n, upi_fw_mul(upi_fw_mul(slope, u), grad));
-    upi_row_put(up, up_type, k, n, upi_fw_mul(upi_fw_mul(g, s), grad));
+    upi_row_put(up, up_type, k, n, upi_fw_mul(value, grad));
 }
 
 UPI_INLINE void upi_gated_bwd_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
-                                   upipe_dtype up_type, int gelu)
+                                   upipe_dtype up_type, int kind)
 {
     int64_t i, j;
     for (i = first; i < last; ++i)
@@ -164,20 +177,29 @@ UPI_INLINE void upi_gated_bwd_rows(const upi_flat *f, int64_t first, int64_t las
             char *gate = upi_flat_at(f, 0, i, j), *up = upi_flat_at(f, 1, i, j),
                  *dy = upi_flat_at(f, 2, i, j);
             UPI_ROW_STEPS(k, n, upi_flat_length(f, i),
-                          upi_gated_bwd_step(gate, gate_type, up, up_type, dy, f->v[2].dtype, gelu, k, n));
+                          upi_gated_bwd_step(gate, gate_type, up, up_type, dy, f->v[2].dtype, kind, k, n));
         }
 }
 
 UPI_CPU_KERNEL void upi_swiglu_bwd_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype, upi_gated_bwd_rows(f, first, last, gate, up, 0));
+    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
+                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_SILU));
 }
 
 UPI_CPU_KERNEL void upi_geglu_bwd_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype, upi_gated_bwd_rows(f, first, last, gate, up, 1));
+    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
+                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_GELU));
+}
+
+UPI_CPU_KERNEL void upi_glu_bwd_run(const void *call, int64_t first, int64_t last)
+{
+    const upi_flat *f = (const upi_flat *)call;
+    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
+                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_SIGMOID));
 }
 
 /* ---- one row of logits: UPI_ROW_SUMS at a time, the last few filled up with -inf ---- */
@@ -653,6 +675,16 @@ UPIPE_API upipe_status upi_cpu_geglu(upipe_ctx *c, upipe_view y, upipe_view gate
 UPIPE_API upipe_status upi_cpu_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
     return upi_cpu_gated_bwd(c, "geglu_bwd", upi_geglu_bwd_run, gate, up, dy);
+}
+
+UPIPE_API upipe_status upi_cpu_glu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    return upi_cpu_gated(c, "glu", upi_glu_run, y, gate, up);
+}
+
+UPIPE_API upipe_status upi_cpu_glu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+{
+    return upi_cpu_gated_bwd(c, "glu_bwd", upi_glu_bwd_run, gate, up, dy);
 }
 
 UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)

@@ -63,6 +63,8 @@ UPIPE_API upipe_status upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_
     ops->swiglu_bwd = upi_cuda_swiglu_bwd;
     ops->geglu = upi_cuda_geglu;
     ops->geglu_bwd = upi_cuda_geglu_bwd;
+    ops->glu = upi_cuda_glu;
+    ops->glu_bwd = upi_cuda_glu_bwd;
     ops->cross_entropy = upi_cuda_cross_entropy;
     ops->embed = upi_cuda_embed;
     ops->embed_bwd = upi_cuda_embed_bwd;

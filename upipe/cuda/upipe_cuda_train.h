@@ -1,6 +1,6 @@
 /* upipe_cuda_train.h -- what a model needs around its attention        backend cuda, includes cuda_norm
  *
- * Fills the table's swiglu, geglu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
+ * Fills the table's swiglu, geglu, glu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
  *
  *     upi_cuda_swiglu(...)            y [n][h][d] = silu(gate) * up
  *     upi_cuda_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient
@@ -22,6 +22,9 @@
 
 /* ---- the gated unit ---- */
 
+/* What is done with a gate before it multiplies. */
+enum { UPI_CUDA_SILU, UPI_CUDA_GELU, UPI_CUDA_SIGMOID };
+
 /* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision: from e^-|z|, which does not
  * overflow. */
 UPI_DEVICE void upi_sigmoid(float z, float *s, float *rest)
@@ -31,23 +34,24 @@ UPI_DEVICE void upi_sigmoid(float z, float *s, float *rest)
     *rest = z < 0 ? large : small;
 }
 
-/* Of the gate's activation g * s: s, and the slope. silu: s is the sigmoid of g; its slope s (1 + g (1 - s)) lies within
- * -0.1 .. 1.1 for any finite g. gelu: that of 2u, whose slope is 2u'. Beyond 100 s is 0 or 1, whatever g is, and powers
- * of g could overflow; a NaN stays one. */
-template <int GELU> UPI_DEVICE void upi_gate(float g, float *s, float *slope)
+/* A gate's activation and its slope. sigmoid: s and s (1 - s). The others are g * s. silu: s is the sigmoid of g; its
+ * slope s (1 + g (1 - s)) lies within -0.1 .. 1.1 for any finite g. gelu: that of 2u, whose slope is 2u'. Beyond 100 s is
+ * 0 or 1, whatever g is, and powers of g could overflow; a NaN stays one. */
+template <int KIND> UPI_DEVICE void upi_gate(float g, float *value, float *slope)
 {
-    float rest;
-    if (GELU) {
+    float s, rest;
+    if (KIND == UPI_CUDA_GELU) {
         const float near = g > 100 ? 100.0f : g < -100 ? -100.0f : g, square = near * near;
-        upi_sigmoid(near * fmaf(UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), s, &rest);
-        *slope = *s * fmaf(near * rest, fmaf(3 * UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), 1.0f);
+        upi_sigmoid(near * fmaf(UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), &s, &rest);
+        *slope = s * fmaf(near * rest, fmaf(3 * UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), 1.0f);
     } else {
-        upi_sigmoid(g, s, &rest);
-        *slope = *s * fmaf(g, rest, 1.0f);
+        upi_sigmoid(g, &s, &rest);
+        *slope = KIND == UPI_CUDA_SILU ? s * fmaf(g, rest, 1.0f) : s * rest;
     }
+    *value = KIND == UPI_CUDA_SIGMOID ? s : g * s;
 }
 
-template <int TYPES, int GELU>
+template <int TYPES, int KIND>
 UPI_KERNEL(256, 1)
 void upi_gated_rows(upipe_view y, upipe_view gate, upipe_view up, upi_span s)
 {
@@ -58,15 +62,15 @@ void upi_gated_rows(upipe_view y, upipe_view gate, upipe_view up, upi_span s)
         int l;
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l) {
-            float one, slope;
-            upi_gate<GELU>(g.v[l], &one, &slope);
-            g.v[l] = g.v[l] * one * u.v[l];
+            float value, slope;
+            upi_gate<KIND>(g.v[l], &value, &slope);
+            g.v[l] = value * u.v[l];
         }
         upi_view_put<TYPES>(y, p, s.vec, g);
     }
 }
 
-template <int TYPES, int GELU>
+template <int TYPES, int KIND>
 UPI_KERNEL(256, 1)
 void upi_gated_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span s)
 {
@@ -78,9 +82,8 @@ void upi_gated_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span 
         int l;
         UPI_UNROLL
         for (l = 0; l < UPI_EIGHT; ++l) {
-            float one, slope, value;
-            upi_gate<GELU>(g.v[l], &one, &slope);
-            value = g.v[l] * one;
+            float value, slope;
+            upi_gate<KIND>(g.v[l], &value, &slope);
             g.v[l] = slope * u.v[l] * o.v[l];
             u.v[l] = value * o.v[l];
         }
@@ -90,13 +93,13 @@ void upi_gated_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span 
 }
 
 /* The launch of one of these, as UPI_LAUNCH_TYPES. */
-#define UPI_LAUNCH_GATED(c, types, kernel, gelu, grid, ...)                                               \
-    ((types) == UPI_ALL_F32 ? UPI_LAUNCH(c, (kernel<UPI_ALL_F32, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__) \
+#define UPI_LAUNCH_GATED(c, types, kernel, kind, grid, ...)                                               \
+    ((types) == UPI_ALL_F32 ? UPI_LAUNCH(c, (kernel<UPI_ALL_F32, kind>), grid, UPI_BLOCK, 0, __VA_ARGS__) \
      : (types) == UPI_ALL_BF16                                                                            \
-         ? UPI_LAUNCH(c, (kernel<UPI_ALL_BF16, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__)                   \
-         : UPI_LAUNCH(c, (kernel<UPI_MIXED, gelu>), grid, UPI_BLOCK, 0, __VA_ARGS__))
+         ? UPI_LAUNCH(c, (kernel<UPI_ALL_BF16, kind>), grid, UPI_BLOCK, 0, __VA_ARGS__)                   \
+         : UPI_LAUNCH(c, (kernel<UPI_MIXED, kind>), grid, UPI_BLOCK, 0, __VA_ARGS__))
 
-template <int GELU>
+template <int KIND>
 UPIPE_API upipe_status upi_cuda_gated(upipe_ctx *c, const char *name, upipe_view y, upipe_view gate,
                                       upipe_view up)
 {
@@ -105,10 +108,10 @@ UPIPE_API upipe_status upi_cuda_gated(upipe_ctx *c, const char *name, upipe_view
     UPIPE_TRY(upipe_check_gated(c, name, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, GELU, upi_span_grid(c, s), y, gate, up, s);
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, KIND, upi_span_grid(c, s), y, gate, up, s);
 }
 
-template <int GELU>
+template <int KIND>
 UPIPE_API upipe_status upi_cuda_gated_bwd(upipe_ctx *c, const char *name, upipe_view gate, upipe_view up,
                                           upipe_view dy)
 {
@@ -117,28 +120,38 @@ UPIPE_API upipe_status upi_cuda_gated_bwd(upipe_ctx *c, const char *name, upipe_
     UPIPE_TRY(upipe_check_gated_bwd(c, name, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, GELU, upi_span_grid(c, s), gate, up, dy,
+    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, KIND, upi_span_grid(c, s), gate, up, dy,
                             s);
 }
 
 UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
-    return upi_cuda_gated<0>(c, "swiglu", y, gate, up);
+    return upi_cuda_gated<UPI_CUDA_SILU>(c, "swiglu", y, gate, up);
 }
 
 UPIPE_API upipe_status upi_cuda_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    return upi_cuda_gated_bwd<0>(c, "swiglu_bwd", gate, up, dy);
+    return upi_cuda_gated_bwd<UPI_CUDA_SILU>(c, "swiglu_bwd", gate, up, dy);
 }
 
 UPIPE_API upipe_status upi_cuda_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
 {
-    return upi_cuda_gated<1>(c, "geglu", y, gate, up);
+    return upi_cuda_gated<UPI_CUDA_GELU>(c, "geglu", y, gate, up);
 }
 
 UPIPE_API upipe_status upi_cuda_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
 {
-    return upi_cuda_gated_bwd<1>(c, "geglu_bwd", gate, up, dy);
+    return upi_cuda_gated_bwd<UPI_CUDA_GELU>(c, "geglu_bwd", gate, up, dy);
+}
+
+UPIPE_API upipe_status upi_cuda_glu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+{
+    return upi_cuda_gated<UPI_CUDA_SIGMOID>(c, "glu", y, gate, up);
+}
+
+UPIPE_API upipe_status upi_cuda_glu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
+{
+    return upi_cuda_gated_bwd<UPI_CUDA_SIGMOID>(c, "glu_bwd", gate, up, dy);
 }
 
 /* ---- cross entropy ---- */

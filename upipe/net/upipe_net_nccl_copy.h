@@ -29,6 +29,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 enum {
     UPIPE_NCCL_ENGINES_NCCL = 22800,  /* NCCL's version at run time, at least */
@@ -83,34 +84,49 @@ UPIPE_API upipe_status upipe_nccl_slab_free(void *slab, upipe_err *e)
 
 enum { UPI_NCCL_PATH = 48 };
 
-UPIPE_API const char *upi_nccl_board_path(int64_t board, char *path)
+/* Rank 0's file for the cards. It has its name for no longer than this call: nothing is left of a process that is killed. */
+UPIPE_API int upi_nccl_board_make(int64_t mark)
 {
-    snprintf(path, UPI_NCCL_PATH, "/dev/shm/upipe_nccl_%016llx", (unsigned long long)board);
-    return path;
+    char path[UPI_NCCL_PATH];
+    int fd;
+    snprintf(path, sizeof path, "/dev/shm/upipe_nccl_%016llx", (unsigned long long)mark);
+    fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd >= 0) (void)unlink(path);
+    return fd;
 }
 
-/* Maps the cards of all ranks of the team; rank 0 makes them first. Returns 0, or the error. */
-UPIPE_API int upi_nccl_board_map(upipe_nccl *m, int64_t board)
+/* The same file, by the process that has it open and its number there. */
+UPIPE_API int upi_nccl_board_open(int64_t file)
+{
+    char path[UPI_NCCL_PATH];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)(file >> 32), (int)(file & INT32_MAX));
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+/* Maps the cards of all ranks of the team. Another machine's or container's process of that number has another file, or one
+ * without the mark, which lies where only later turns write. Returns 0, or the error. */
+UPIPE_API int upi_nccl_board_map(upipe_nccl *m, int fd, int64_t mark)
 {
     const size_t bytes = (size_t)m->comm.ranks * sizeof *m->cards;
-    char path[UPI_NCCL_PATH];
-    const int first = m->comm.rank == 0;
-    int fd = open(upi_nccl_board_path(board, path), first ? O_RDWR | O_CREAT | O_EXCL : O_RDWR, 0600),
-        error = 0;
-    void *p = MAP_FAILED;
+    struct stat about;
+    upi_nccl_card *p;
+    int error = 0;
     if (fd < 0) return errno;
-    if (first)
+    if (m->comm.rank == 0)
         error = posix_fallocate(fd, 0, (off_t)bytes); /* else a write may find no memory, and be a signal */
-    if (error == 0) p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (error == 0 && p == MAP_FAILED) error = errno;
-    close(fd);
-    if (error == 0) m->cards = (upi_nccl_card *)p;
-    if (error != 0 && first) (void)unlink(path);
-    return error;
+    else if (fstat(fd, &about) != 0 || !S_ISREG(about.st_mode) || about.st_size < (off_t)bytes)
+        error = ENOENT;
+    if (error != 0) return error;
+    p = (upi_nccl_card *)mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (p == MAP_FAILED) return errno;
+    if (m->comm.rank == 0) p->row[0][0] = mark;
+    if (p->row[0][0] != mark) return (void)munmap(p, bytes), ENOENT;
+    m->cards = p;
+    return 0;
 }
 
-/* The name of a new one, which no other has: positive. */
-UPIPE_API int64_t upi_nccl_board_name(const upipe_nccl *m)
+/* Of a new one, which no other has: positive. */
+UPIPE_API int64_t upi_nccl_board_mark(const upipe_nccl *m)
 {
     const int64_t unique[] = {(int64_t)getpid(), upipe_net_now(), (int64_t)(uintptr_t)m};
     return (int64_t)(upipe_hash_bytes(UPIPE_HASH, unique, sizeof unique) >> 1 | 1);
@@ -207,7 +223,7 @@ UPIPE_API upipe_status upi_nccl_move(upipe_ctx *c, upipe_nccl *m)
 
 /* ---- the request ---- */
 
-/* BOARD: of rank 0, the name of the hosts' memory, or minus the error that it could not be made with. */
+/* BOARD: of rank 0, the mark of the hosts' memory, or minus the error that it could not be made with; FILE: where it is. */
 enum {
     UPI_NCCL_SLAB,
     UPI_NCCL_VERSION,
@@ -215,6 +231,7 @@ enum {
     UPI_NCCL_DRIVER,
     UPI_NCCL_NODE,
     UPI_NCCL_BOARD,
+    UPI_NCCL_FILE,
     UPI_NCCL_NUMBERS
 };
 enum { UPI_NCCL_WINDOW, UPI_NCCL_DOMAIN, UPI_NCCL_CARDS, UPI_NCCL_RESULTS }; /* of the registration */
@@ -297,7 +314,7 @@ UPIPE_API const char *upi_nccl_incomplete(upipe_nccl *m)
                      "loads and stores",
                      (long long)ranks, m->comm.ranks, r);
         else if (!upi_nccl_value(m, r, UPI_NCCL_CARDS))
-            snprintf(text, buf, "grouped sends and receives: rank %d does not reach the /dev/shm of rank 0",
+            snprintf(text, buf, "grouped sends and receives: rank %d does not reach rank 0's files in /proc",
                      r);
         else
             continue;
@@ -334,9 +351,9 @@ UPIPE_API upipe_status upi_nccl_leave(upipe_nccl *m, upipe_err *e)
                             "ncclCommWindowDeregister(");
 }
 
-/* board: of rank 0, as UPI_NCCL_BOARD. */
+/* board, fd: of rank 0, as UPI_NCCL_BOARD, and its file. */
 UPIPE_API upipe_status upi_nccl_request_with(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes,
-                                             int64_t board)
+                                             int64_t board, int fd)
 {
     int64_t mine[UPI_NCCL_NUMBERS], made[UPI_NCCL_RESULTS];
     int version = 0, driver = 0, least = 0, most = 0;
@@ -359,6 +376,7 @@ UPIPE_API upipe_status upi_nccl_request_with(upipe_ctx *c, upipe_nccl *m, void *
     mine[UPI_NCCL_DRIVER] = driver;
     mine[UPI_NCCL_NODE] = upipe_nccl_node();
     mine[UPI_NCCL_BOARD] = board;
+    mine[UPI_NCCL_FILE] = ((int64_t)getpid() << 32) + fd;
     UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, mine, UPI_NCCL_NUMBERS));
     if (upi_nccl_objection(m) != NULL) return UPIPE_OK;
     m->per_call = upi_nccl_least(m, UPI_NCCL_CALLS) != 0;
@@ -366,7 +384,11 @@ UPIPE_API upipe_status upi_nccl_request_with(upipe_ctx *c, upipe_nccl *m, void *
     m->slab = (char *)slab;
     m->slab_bytes = bytes;
     UPIPE_TRY(upi_nccl_register(c, m));
-    if (m->comm.rank > 0) (void)upi_nccl_board_map(m, upi_nccl_value(m, 0, UPI_NCCL_BOARD));
+    if (m->comm.rank > 0) {
+        fd = upi_nccl_board_open(upi_nccl_value(m, 0, UPI_NCCL_FILE));
+        (void)upi_nccl_board_map(m, fd, upi_nccl_value(m, 0, UPI_NCCL_BOARD));
+        if (fd >= 0) close(fd);
+    }
     made[UPI_NCCL_CARDS] = m->cards != NULL;
     made[UPI_NCCL_WINDOW] = m->window != NULL;
     made[UPI_NCCL_DOMAIN] = m->window != NULL ? upi_nccl_domain_of(m->nccl).ranks : 0;
@@ -390,21 +412,21 @@ UPIPE_API upipe_status upi_nccl_request_with(upipe_ctx *c, upipe_nccl *m, void *
     return UPIPE_OK;
 }
 
-/* The file has its name until all ranks have mapped it, or never will. */
+/* Rank 0 has the file open until all ranks have mapped it, or never will. */
 UPIPE_API upipe_status upi_nccl_request(upipe_ctx *c, upipe_nccl *m, void *slab, size_t bytes)
 {
-    char path[UPI_NCCL_PATH];
     int64_t board = 0;
     upipe_status s;
-    int error;
+    int error, fd = -1;
     m->leave = upi_nccl_leave;
     if (m->comm.rank == 0) {
-        board = upi_nccl_board_name(m);
-        error = upi_nccl_board_map(m, board);
+        board = upi_nccl_board_mark(m);
+        fd = upi_nccl_board_make(board);
+        error = upi_nccl_board_map(m, fd, board);
         if (error != 0) board = -error;
     }
-    s = upi_nccl_request_with(c, m, slab, bytes, board);
-    if (board > 0) (void)unlink(upi_nccl_board_path(board, path));
+    s = upi_nccl_request_with(c, m, slab, bytes, board, fd);
+    if (fd >= 0) close(fd);
     return s;
 }
 
