@@ -263,6 +263,7 @@ int main(void)
     check_conv_drawn(&c, 60);
     check_conv_long(&c, 24700);
     check_gates(&c, 16500);
+    check_linear_small(&c);
     test_threads(&c, &ops);
     test_pass();
     TEST(test_refusals(&c));

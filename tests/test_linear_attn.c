@@ -377,7 +377,7 @@ static void test_refusals(void)
     } while (0)
     REFUSED(t.a.plan = NULL, ARG, "its plan or its rules are NULL");
     REFUSED(t.a.rules = NULL, ARG, "its plan or its rules are NULL");
-    REFUSED(t.a.way = (upipe_way)3, ARG, "way 3 is none of pass, scan and all-to-all");
+    REFUSED(t.a.way = (upipe_way)3, ARG, "way 3 is none of pass, scan and heads");
     REFUSED(t.a.q.n = 29, ARG, "q has 29 tokens, this rank 30");
     REFUSED(t.a.v.n = 29, ARG, "v is [29][4][16], not [30][4][16]");
     REFUSED(t.a.q.d = t.a.k.d = 257, UNSUPPORTED, "a state of 257 x 16; 1 to 256 each are built");

@@ -345,9 +345,9 @@ def linear():
     key, value, gates, state, matrix = 2 * 16 * 4, 2 * 24 * 4, 2 * 8, 16 * 24 * 4, 16 * 16 * 4
     mine, others = tokens // ranks, tokens // ranks * 3
     sent = {'pass': 2 * 8 * state, 'scan': 2 * 8 * max(3 * state, 2 * (state + matrix)),
-            'all-to-all': mine * 3 * (key + value + gates) + others * value + mine * 3 * (key + 2 * value + gates) +
-                          others * (key + value + gates)}
-    for link, name in (free, 'all-to-all'), (slow, 'pass'):
+            'heads': mine * 3 * (key + value + gates) + others * value + mine * 3 * (key + 2 * value + gates) +
+                     others * (key + value + gates)}
+    for link, name in (free, 'heads'), (slow, 'pass'):
         rates = {f'{what}_bytes{nodes}': link for what in ('ring', 'all_to_all') for nodes in ('', '_nodes')}
         host = ['--machine', machine('linear.json', base='cpu', ranks=ranks, rates={**rates, 'stage_seconds': 1e-12})]
         got = plan(*of, *host, '--dtype', 'f32')
@@ -359,11 +359,11 @@ def linear():
             check(one['stage_heads'] % 2 == 0 and one['forward_bytes'] <= least['forward_bytes'], f'{one}: more than {least}')
         check(set(first) == set(sent), f'ways {sorted(first)}')
         if link == free: # a pipeline of 4 stages and 4 ranks; the scan's products
-            one = first['all-to-all']['seconds']
+            one = first['heads']['seconds']
             check(first['pass']['stage_heads'] == 2 and abs(first['pass']['seconds'] / one - 7 / 4) < 1e-6, f'{first}')
             check(1.1 < first['scan']['seconds'] / one < 2, f'{first}')
         few = plan('--linear', '8,2,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways'][-1]
-        check(few['way'] == 'all-to-all' and few['sent_bytes'] == sent['all-to-all'], f'2 key heads, 4 ranks: {few}')
+        check(few['way'] == 'heads' and few['sent_bytes'] == sent['heads'], f'2 key heads, 4 ranks: {few}')
     small = plan('--linear', 'decay:8,4,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways']
     check({one['sent_bytes'] for one in small if one['way'] == 'scan'} == {2 * 8 * 3 * state}, f'{small}')
     check(plan('--linear', '32,16,128,128')['ways'] == [], 'bytes of no length')

@@ -46,8 +46,8 @@ UPIPE_API upipe_status upi_way_check(upipe_ctx *c, const upipe_comm *comm, const
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "linear attention: the call, its plan or its rules are NULL");
     if (way < 0 || way >= UPIPE_WAYS)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                          "linear attention: way %d is none of pass, scan and all-to-all", way);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: way %d is none of pass, scan and heads",
+                          way);
     s = upi_way_scan(a);
     UPIPE_TRY(upi_scan_check_plan(c, comm, &s));
     if (a->q.n != a->plan->local)

@@ -9,6 +9,7 @@
  *     check_linear_types(c, UPIPE_F16);       the last one
  *     check_linear_gates(c);
  *     check_linear_long(c);
+ *     check_linear_small(c);
  *
  * Tensors lie in host memory, on the list of memory.h; rules of a device are staged.
  */
@@ -299,6 +300,27 @@ static inline void check_linear_long(upipe_ctx *c)
         draw(&x, &r, 1e-4);
         run(&x, c, &x.n, 1);
         check_close(&x, "8192 tokens");
+        buffers_free(0);
+    }
+}
+
+/* Nor do chunks of a token, nor states of few numbers, whose errors do not cancel out in sums. Decays are so near 1 that a
+ * token's is less than a unit in the last place, or a few thousand of them. Numbers of one sign: none is a small difference. */
+static inline void check_linear_small(upipe_ctx *c)
+{
+    test_rng r = {41};
+    for (int i = 0; i < 24; ++i) {
+        linear x = {.n = 700, .key_heads = 1, .heads = 2, .delta = i / 8 == 2};
+        char what[100];
+        x.key_dim = 1 + i % 2, x.value_dim = 1 + i / 2 % 2, x.chunk = i / 8 == 1 ? 16 : 1;
+        draw(&x, &r, i / 4 % 2 ? 2e-8 : 1e-4);
+        for (int f = 0; f < INPUTS; ++f)
+            for (int64_t j = 0; f != 3 && j < count_of(&x, f); ++j)
+                (*field_of(&x, f))[j] = fabsf((*field_of(&x, f))[j]);
+        snprintf(what, sizeof what, "%d x %d, chunk %d, %s, g %g", x.key_dim, x.value_dim, x.chunk,
+                 x.delta ? "delta" : "decay", (double)x.g[0]);
+        run(&x, c, &x.n, 1);
+        check_close(&x, what);
         buffers_free(0);
     }
 }

@@ -12,10 +12,11 @@
  *     O    = e^G Q S + P U                      P with the diagonal
  *     S'   = e^G_l S + (e^(G_l - G) K)^T U
  *
- * Products are the table's gemm, in f32; the threads share heads. The backward walks chunks from the last one. The
- * states that they begin with are computed again: first those of every run of chunks, about a square root of them, then
- * those of one run. S' is S plus a product with e^G_l - 1 where that is small: the rounding of a factor near 1 would
- * add up over all chunks that a state outlives.
+ * Products are the table's gemm, in f32; the threads share heads. Rows of K and Q, or of gradients, that are multiplied by
+ * the same matrix lie one behind the other: it is packed once. The backward walks chunks from the last one. The states
+ * that they begin with are computed again: first those of every run of chunks, about a square root of them, then those of
+ * one run. Where a decay is near 1, S' is S + ((e^G_l - 1) S + ..): the rounding of a factor near 1, or of a state that
+ * has decayed and not grown yet, would add up over all chunks that a state outlives.
  */
 #ifndef UPIPE_CPU_LINEAR_H
 #define UPIPE_CPU_LINEAR_H
@@ -31,32 +32,32 @@ enum {
     UPI_LINEAR_VECTORS = UPIPE_CPU_AVX512 ? 4 : 2
 };
 
-/* What a worker has of its own: buffers of a chunk, each [chunk] rows. Square ones have rows of `wide` elements.
- *   q k        [key_dim]; q times the scale
- *   key key2   [key_dim]: rows of a product
- *   v w u      [value_dim]: V, W, U
- *   o du       [value_dim]: O or its gradient; gradients of U, then of R, then of V
- *   dq dk      [key_dim]: sums over the heads of a key head
- *   d m a p    [wide]: D, M, -beta M, P;  x: a gradient of M or P
- *   sums dsums f64: G and its gradient;  up, down: e^G, e^(G_l - G);  beta dbeta
+/* What a worker has of its own: buffers of two parts, each [chunk] rows, where a chunk of l tokens has rows 0 .. 2l - 1: of K,
+ * then of Q. Square ones have rows of `wide` elements.
+ *   kq dkq     [key_dim]: K and Q, which has the scale; their gradients, sums over the heads of a key head
+ *   key        [key_dim]: rows of a product
+ *   w          [value_dim]: W, and Q S in a forward
+ *   u          [value_dim]: U, where there is beta;  values: U, or the call's own rows of V
+ *   r          [value_dim]: gradients of U, then of R; behind them that of O. In a forward P U
+ *   d a        [wide]: D, -beta M
+ *   mp x       [wide]: M and P; their gradients
+ *   sums dsums f64: G and its gradient;  high low: G as the sum of two;  dots: sums of rows
+ *   up down    e^G, e^(G_l - G);  both: -beta e^G, e^G;  beta dbeta
+ *   next       [key_dim][value_dim]: what a state, or its gradient, gets from a chunk
+ *   kept       w u mp a d of a chunk; in a backward with beta of all in a run, [heads of a key head][chunks]: what U needs
+ *              is computed with the states
  *   state      [heads of a key head][chunks of a run][key_dim][value_dim], states [...][runs]...: the backward's */
-#define UPI_LINEAR_KEY(X)   X(q) X(k) X(key) X(key2) X(dq) X(dk)
-#define UPI_LINEAR_VALUE(X) X(v) X(w) X(u) X(o) X(du)
-#define UPI_LINEAR_WIDE(X)  X(d) X(m) X(a) X(p) X(x)
-#define UPI_LINEAR_ROW(X)   X(up) X(down) X(beta) X(dbeta)
 typedef struct upi_linear_worker {
     upipe_ctx ctx; /* a table without threads: a head's products stay on its thread */
     upipe_ops ops;
     upipe_status status;
     const upipe_linear *call;
-#define UPI_LINEAR_FIELD(name) float *name;
-    UPI_LINEAR_KEY(UPI_LINEAR_FIELD)
-    UPI_LINEAR_VALUE(UPI_LINEAR_FIELD)
-    UPI_LINEAR_WIDE(UPI_LINEAR_FIELD)
-    UPI_LINEAR_ROW(UPI_LINEAR_FIELD)
-#undef UPI_LINEAR_FIELD
-    double *sums, *dsums;
-    float *state, *states;
+    float *kq, *key, *dkq, *w, *u, *r, *mp, *a, *d, *x, *high, *low, *up, *down, *both, *beta, *dbeta;
+    upipe_view values;
+    double *sums, *dsums, *dots;
+    float *next, *state, *states;
+    char *kept;
+    size_t kept_bytes; /* from a chunk to the next one */
     void *work;
     size_t work_bytes;
     int wide;
@@ -89,7 +90,7 @@ UPI_INLINE upipe_view upi_linear_matrix(float *p, int64_t rows, int32_t columns,
 /* Scratch of the largest product. */
 UPIPE_API size_t upi_linear_gemm_bytes(const upipe_ops *ops, const upipe_linear *a)
 {
-    const int32_t dims[3] = {a->chunk, a->q.d, a->v.d};
+    const int32_t dims[3] = {2 * a->chunk, a->q.d, a->v.d}; /* fewer rows take no more */
     size_t most = 0;
     int i, j, k, flags;
     for (i = 0; i < 3; ++i)
@@ -108,32 +109,57 @@ UPIPE_API size_t upi_linear_gemm_bytes(const upipe_ops *ops, const upipe_linear 
     return most;
 }
 
+/* Lays out what is kept of a chunk at `base`, which may be NULL; returns its bytes. */
+UPIPE_API size_t upi_linear_keep(upi_linear_worker *w, const upipe_linear *a, int parts, void *base)
+{
+    const size_t row = (size_t)a->chunk * 4;
+    size_t at = 0;
+    w->w = (float *)upi_linear_place(base, &at, row * (size_t)(parts * a->v.d));
+    w->u = (float *)upi_linear_place(base, &at, row * (size_t)a->v.d);
+    w->mp = (float *)upi_linear_place(base, &at, row * (size_t)(2 * w->wide));
+    w->a = (float *)upi_linear_place(base, &at, row * (size_t)w->wide);
+    w->d = (float *)upi_linear_place(base, &at, row * (size_t)w->wide);
+    return at;
+}
+
 /* Lays out a worker; returns its bytes. NULL: nothing but these. */
 UPIPE_API size_t upi_linear_layout(upi_linear_worker *w, const upipe_ops *ops, const upi_linear_job *job)
 {
     const upipe_linear *a = job->a;
     const size_t row = (size_t)a->chunk * 4, state = (size_t)a->q.d * (size_t)a->v.d * 4;
-    const size_t group = (size_t)(a->v.h / a->q.h);
-    size_t at = 0;
+    const size_t group = (size_t)(a->v.h / a->q.h), run = group * (size_t)job->run;
+    size_t at = 0, kept;
     upi_linear_worker local;
     upi_linear_worker *const to = w != NULL ? w : &local;
     upi_linear_place(w, &at, sizeof *w);
     to->ops = *ops;
     to->ops.par = NULL;
     to->wide = (a->chunk + 15) / 16 * 16;
-#define UPI_LINEAR_PLACE_KEY(name)   to->name = (float *)upi_linear_place(w, &at, row * (size_t)a->q.d);
-#define UPI_LINEAR_PLACE_VALUE(name) to->name = (float *)upi_linear_place(w, &at, row * (size_t)a->v.d);
-#define UPI_LINEAR_PLACE_WIDE(name)  to->name = (float *)upi_linear_place(w, &at, row * (size_t)to->wide);
-#define UPI_LINEAR_PLACE_ROW(name)   to->name = (float *)upi_linear_place(w, &at, row);
-    UPI_LINEAR_KEY(UPI_LINEAR_PLACE_KEY)
-    UPI_LINEAR_VALUE(UPI_LINEAR_PLACE_VALUE)
-    UPI_LINEAR_WIDE(UPI_LINEAR_PLACE_WIDE)
-    UPI_LINEAR_ROW(UPI_LINEAR_PLACE_ROW)
-    to->sums = (double *)upi_linear_place(w, &at, 2 * row);
-    to->dsums = (double *)upi_linear_place(w, &at, 2 * row);
-    to->state = (float *)upi_linear_place(w, &at, job->run > 0 ? group * (size_t)job->run * state : 0);
-    to->states = (float *)upi_linear_place(
-        w, &at, job->run > 0 ? group * (size_t)((job->chunks + job->run - 1) / job->run) * state : 0);
+#define UPI_LINEAR_PLACE(type, name, bytes) to->name = (type *)upi_linear_place(w, &at, bytes)
+    UPI_LINEAR_PLACE(float, kq, 2 * row * (size_t)a->q.d);
+    UPI_LINEAR_PLACE(float, key, 2 * row * (size_t)a->q.d);
+    UPI_LINEAR_PLACE(float, dkq, 2 * row * (size_t)a->q.d);
+    UPI_LINEAR_PLACE(float, r, 2 * row * (size_t)a->v.d);
+    UPI_LINEAR_PLACE(float, x, 2 * row * (size_t)to->wide);
+    UPI_LINEAR_PLACE(float, high, (size_t)to->wide * 4);
+    UPI_LINEAR_PLACE(float, low, (size_t)to->wide * 4);
+    UPI_LINEAR_PLACE(float, up, row);
+    UPI_LINEAR_PLACE(float, down, row);
+    UPI_LINEAR_PLACE(float, both, 2 * row);
+    UPI_LINEAR_PLACE(float, beta, row);
+    UPI_LINEAR_PLACE(float, dbeta, row);
+    UPI_LINEAR_PLACE(double, sums, 2 * row);
+    UPI_LINEAR_PLACE(double, dsums, (size_t)to->wide * 8);
+    UPI_LINEAR_PLACE(double, dots, 4 * row);
+    UPI_LINEAR_PLACE(float, next, state);
+    UPI_LINEAR_PLACE(float, state, run > 0 ? run * state : 0);
+    UPI_LINEAR_PLACE(float, states,
+                     run > 0 ? group * (size_t)((job->chunks + job->run - 1) / job->run) * state : 0);
+    kept = upi_linear_keep(to, a, run > 0 ? 1 : 2, NULL);
+    to->kept_bytes = a->beta.data != NULL ? kept : 0;
+    UPI_LINEAR_PLACE(char, kept, kept + (run > 0 ? run - 1 : 0) * to->kept_bytes);
+#undef UPI_LINEAR_PLACE
+    upi_linear_keep(to, a, run > 0 ? 1 : 2, to->kept);
     to->work_bytes = upi_linear_gemm_bytes(&to->ops, a);
     to->work = upi_linear_place(w, &at, to->work_bytes);
     return at;
@@ -161,46 +187,90 @@ UPIPE_API size_t upi_cpu_linear_bytes(const upipe_ops *ops, const upipe_linear *
 
 UPI_KERNELS_BEGIN
 
+/* Rows of a tensor lie far apart, where no hardware prefetcher follows. */
+UPI_INLINE void upi_linear_fetch(upipe_view v, int64_t row, int i, int l, int head)
+{
+    const char *next =
+        (const char *)upipe_view_at(v, row + i, head) + 4 * v.n_stride * (int64_t)upipe_dtype_bytes(v.dtype);
+    int64_t at;
+    for (at = 0; i + 4 < l && at < v.d * (int64_t)upipe_dtype_bytes(v.dtype); at += 64)
+        __builtin_prefetch(next + at);
+}
+
+UPI_INLINE void upi_linear_load_as(float *dst, upipe_view v, int64_t row, int l, int head, float factor,
+                                   upipe_dtype dtype)
+{
+    int i;
+    for (i = 0; i < l; ++i, dst += v.d) {
+        const void *from = upipe_view_at(v, row + i, head);
+        upi_linear_fetch(v, row, i, l, head);
+        UPI_ROW_STEPS(k, n, v.d,
+                      upi_row_put(dst, UPIPE_F32, k, n,
+                                  upi_fw_mul(upi_row_get(from, dtype, k, n), upi_fw_set1(factor))));
+    }
+}
+
 /* dst [l][d] = rows of a view, times a factor. */
 UPI_CPU_KERNEL void upi_linear_load(float *dst, upipe_view v, int64_t row, int l, int head, float factor)
 {
+    UPI_WITH_TYPE(dtype, v.dtype, upi_linear_load_as(dst, v, row, l, head, factor, dtype));
+}
+
+UPI_INLINE void upi_linear_store_as(upipe_view v, int64_t row, int l, int head, const float *src,
+                                    const float *factor, const float *more, upipe_dtype dtype)
+{
     int i;
-    for (i = 0; i < l; ++i) {
-        const void *from = upipe_view_at(v, row + i, head);
-        float *to = dst + (int64_t)i * v.d;
-        UPI_ROW_STEPS(k, n, v.d,
-                      upi_row_put(to, UPIPE_F32, k, n,
-                                  upi_fw_mul(upi_row_get(from, v.dtype, k, n), upi_fw_set1(factor))));
+    for (i = 0; i < l; ++i, src += v.d, more += more != NULL ? v.d : 0) {
+        void *to = upipe_view_at(v, row + i, head);
+        const upi_fw f = upi_fw_set1(factor[i]);
+        if (more != NULL)
+            UPI_ROW_STEPS(k, n, v.d,
+                          upi_row_put(to, dtype, k, n,
+                                      upi_fw_fma(upi_row_get(src, UPIPE_F32, k, n), f,
+                                                 upi_row_get(more, UPIPE_F32, k, n))));
+        else
+            UPI_ROW_STEPS(k, n, v.d,
+                          upi_row_put(to, dtype, k, n, upi_fw_mul(upi_row_get(src, UPIPE_F32, k, n), f)));
     }
 }
 
+/* Rows of a view = factor_i * src_i, plus those of `more`, which may be NULL. */
 UPI_CPU_KERNEL void upi_linear_store(upipe_view v, int64_t row, int l, int head, const float *src,
-                                     float factor)
+                                     const float *factor, const float *more)
 {
-    int i;
-    for (i = 0; i < l; ++i) {
-        void *to = upipe_view_at(v, row + i, head);
-        const float *from = src + (int64_t)i * v.d;
-        UPI_ROW_STEPS(k, n, v.d,
-                      upi_row_put(to, v.dtype, k, n,
-                                  upi_fw_mul(upi_row_get(from, UPIPE_F32, k, n), upi_fw_set1(factor))));
-    }
+    UPI_WITH_TYPE(dtype, v.dtype, upi_linear_store_as(v, row, l, head, src, factor, more, dtype));
 }
 
 /* dst_i = factor_i * src_i, rows of d elements. */
-UPI_CPU_KERNEL void upi_linear_scale(float *dst, const float *src, const float *factor, float sign, int l,
-                                     int d)
+UPI_CPU_KERNEL void upi_linear_scale(float *dst, const float *src, const float *factor, int l, int d)
 {
     int i, k;
     for (i = 0; i < l; ++i)
-        for (k = 0; k < d; ++k) dst[(int64_t)i * d + k] = sign * factor[i] * src[(int64_t)i * d + k];
+        for (k = 0; k < d; ++k) dst[(int64_t)i * d + k] = factor[i] * src[(int64_t)i * d + k];
 }
 
-/* dst += src, n elements. */
-UPI_CPU_KERNEL void upi_linear_add(float *dst, const float *src, int64_t n)
+/* A vector of a row: to += f * src; returns sum + f * src * with. */
+UPI_INLINE upi_fw upi_linear_reach_step(float *to, const float *src, const float *with, upi_fw f, upi_fw sum,
+                                        int64_t k, int64_t n)
 {
-    int64_t k;
-    for (k = 0; k < n; ++k) dst[k] += src[k];
+    const upi_fw x = upi_fw_mul(f, upi_row_get(src, UPIPE_F32, k, n));
+    upi_row_put(to, UPIPE_F32, k, n, upi_fw_add(upi_row_get(to, UPIPE_F32, k, n), x));
+    return upi_fw_fma(x, upi_row_get(with, UPIPE_F32, k, n), sum);
+}
+
+/* dst_i += factor_i * src_i, and dots_i = factor_i * src_i . with_i. */
+UPI_CPU_KERNEL void upi_linear_reach(float *dst, const float *src, const float *factor, const float *with,
+                                     double *dots, int l, int d)
+{
+    int i, j;
+    for (i = 0; i < l; ++i, dst += d, src += d, with += d) {
+        const upi_fw f = upi_fw_set1(factor[i]);
+        upi_fw sum = upi_fw_zero();
+        float lanes[UPI_WIDE];
+        UPI_ROW_STEPS(k, n, d, sum = upi_linear_reach_step(dst, src, with, f, sum, k, n));
+        upi_fw_store(lanes, sum);
+        for (dots[i] = 0, j = 0; j < UPI_WIDE; ++j) dots[i] += (double)lanes[j];
+    }
 }
 
 /* a . b in f64, from 16 sums in one order. */
@@ -217,52 +287,86 @@ UPI_CPU_KERNEL double upi_linear_dot(const float *a, const float *b, int64_t n)
     return sum;
 }
 
-/* A state decays by e^sum. */
-UPI_CPU_KERNEL void upi_linear_fade(float *s, double sum, int64_t n)
+/* to = e^sum s + more, n elements; to may be s. */
+UPI_CPU_KERNEL void upi_linear_next(float *to, const float *s, const float *more, double sum, int64_t n)
 {
-    const double factor = exp(sum);
-    const float keep = (float)factor, lose = (float)(factor - 1);
-    int64_t k;
-    if (factor > 0.5)
-        for (k = 0; k < n; ++k) s[k] += lose * s[k];
+    const float keep = (float)exp(sum), lose = (float)expm1(sum);
+    const upi_fw factor = upi_fw_set1(keep > 0.5f ? lose : keep);
+    if (keep > 0.5f)
+        UPI_ROW_STEPS(k, m, n,
+                      upi_row_put(to, UPIPE_F32, k, m,
+                                  upi_fw_add(upi_row_get(s, UPIPE_F32, k, m),
+                                             upi_fw_fma(factor, upi_row_get(s, UPIPE_F32, k, m),
+                                                        upi_row_get(more, UPIPE_F32, k, m)))));
     else
-        for (k = 0; k < n; ++k) s[k] *= keep;
+        UPI_ROW_STEPS(k, m, n,
+                      upi_row_put(to, UPIPE_F32, k, m,
+                                  upi_fw_fma(factor, upi_row_get(s, UPIPE_F32, k, m),
+                                             upi_row_get(more, UPIPE_F32, k, m))));
 }
 
-/* G, its exponentials, D and beta of a chunk. */
+/* G, its exponentials and beta of a chunk. */
 UPI_CPU_KERNEL void upi_linear_gates(upi_linear_worker *w, int64_t row, int l, int head)
 {
     const upipe_linear *a = w->call;
     double sum = 0;
-    int i, j;
+    int i;
     for (i = 0; i < l; ++i) {
         const double g = *(const float *)upipe_view_at(a->g, row + i, head), lowest = UPI_LINEAR_LOWEST;
         sum += g < lowest ? lowest : g; /* a NaN stays one */
         w->sums[i] = sum;
+        w->high[i] = (float)sum;
+        w->low[i] = (float)(sum - (double)w->high[i]);
         w->up[i] = (float)exp(sum);
         w->beta[i] = a->beta.data != NULL ? *(const float *)upipe_view_at(a->beta, row + i, head) : 1;
     }
     w->last = sum;
-    for (i = 0; i < l; ++i) {
-        float *d = w->d + (int64_t)i * w->wide;
-        w->down[i] = (float)exp(sum - w->sums[i]);
-        for (j = 0; j <= i; ++j) d[j] = (float)(w->sums[i] - w->sums[j]);
-        for (; j < w->wide; ++j) d[j] = UPI_LINEAR_LOWEST;
-        for (j = 0; j <= i; j += UPI_WIDE) upi_fw_store(d + j, upi_fw_exp(upi_fw_load(d + j)));
-    }
+    for (i = 0; i < l; ++i) w->down[i] = (float)exp(sum - w->sums[i]);
 }
 
-/* x times D up to the diagonal, or below it; zeros behind. a = -beta times that, where it is wanted. */
-UPI_CPU_KERNEL void upi_linear_mask(upi_linear_worker *w, float *x, float *a, int l, int diagonal)
+/* D, with zeros above the diagonal; vectors above it are not read. */
+UPI_CPU_KERNEL void upi_linear_decays(upi_linear_worker *w, int l)
+{
+    int i, j;
+    for (i = 0; i < l; ++i)
+        for (j = 0; j <= i; j += UPI_WIDE) {
+            const upi_fw high = upi_fw_sub(upi_fw_set1(w->high[i]), upi_fw_load(w->high + j));
+            const upi_fw low = upi_fw_sub(upi_fw_set1(w->low[i]), upi_fw_load(w->low + j));
+            const upi_fw x =
+                upi_fw_select(upi_wide_above(i - j), upi_fw_set1(UPI_LINEAR_LOWEST), upi_fw_add(high, low));
+            upi_fw_store(w->d + (int64_t)i * w->wide + j, upi_fw_exp(x));
+        }
+}
+
+/* A vector of row i of a product, from column j on: times D up to column `last`, zeros behind. */
+UPI_INLINE upi_fw upi_linear_masked(const float *x, const float *d, int j, int last)
+{
+    return upi_fw_select(upi_wide_above(last - j), upi_fw_zero(),
+                         upi_fw_mul(upi_fw_load(x + j), upi_fw_load(d + j)));
+}
+
+/* M below the diagonal, where m holds K K^T, and a = -beta M; vectors above it are not read. */
+UPI_CPU_KERNEL void upi_linear_mask_m(upi_linear_worker *w, int l)
 {
     int i, j;
     for (i = 0; i < l; ++i) {
-        float *const row = x + (int64_t)i * w->wide;
-        const float *const d = w->d + (int64_t)i * w->wide;
-        const int end = i + diagonal;
-        for (j = 0; j < end; ++j) row[j] *= d[j];
-        for (; j < w->wide; ++j) row[j] = 0;
-        for (j = 0; a != NULL && j < w->wide; ++j) a[(int64_t)i * w->wide + j] = -w->beta[i] * row[j];
+        const int64_t row = (int64_t)i * w->wide;
+        for (j = 0; j < i; j += UPI_WIDE) {
+            const upi_fw m = upi_linear_masked(w->mp + row, w->d + row, j, i - 1);
+            upi_fw_store(w->mp + row + j, m);
+            upi_fw_store(w->a + row + j, upi_fw_mul(m, upi_fw_set1(-w->beta[i])));
+        }
+    }
+}
+
+/* P, where p holds Q K^T: zeros above the diagonal. */
+UPI_CPU_KERNEL void upi_linear_mask_p(upi_linear_worker *w, float *p, int l)
+{
+    const float *d = w->d;
+    int i, j;
+    for (i = 0; i < l; ++i, p += w->wide, d += w->wide) {
+        for (j = 0; j <= i; j += UPI_WIDE) upi_fw_store(p + j, upi_linear_masked(p, d, j, i));
+        for (; j < w->wide; j += UPI_WIDE) upi_fw_store(p + j, upi_fw_zero());
     }
 }
 
@@ -328,16 +432,32 @@ UPI_CPU_KERNEL void upi_linear_solve(float *x, int64_t step, const float *b, int
             for (j = 0; j < i; ++j) x[i * step + c] += b[i * down + j * right] * x[j * step + c];
 }
 
-/* W = V - e^G K S, where w holds K S; u = beta W. */
-UPI_CPU_KERNEL void upi_linear_rest(upi_linear_worker *w, int l, int d)
+UPI_INLINE void upi_linear_rest_step(float *w, float *u, upi_fw v, float up, float beta, int64_t k, int64_t n)
 {
-    int i, k;
-    for (i = 0; i < l; ++i)
-        for (k = 0; k < d; ++k) {
-            const int64_t at = (int64_t)i * d + k;
-            w->w[at] = w->v[at] - w->up[i] * w->w[at];
-            w->u[at] = w->beta[i] * w->w[at];
-        }
+    const upi_fw rest = upi_fw_fma(upi_fw_set1(-up), upi_row_get(w, UPIPE_F32, k, n), v);
+    upi_row_put(w, UPIPE_F32, k, n, rest);
+    upi_row_put(u, UPIPE_F32, k, n, upi_fw_mul(rest, upi_fw_set1(beta)));
+}
+
+UPI_INLINE void upi_linear_rest_as(upi_linear_worker *w, upipe_view v, int64_t row, int l, int head,
+                                   upipe_dtype dtype)
+{
+    int i;
+    for (i = 0; i < l; ++i) {
+        const void *from = upipe_view_at(v, row + i, head);
+        float *const rest = w->w + (int64_t)i * v.d, *const u = w->u + (int64_t)i * v.d;
+        upi_linear_fetch(v, row, i, l, head);
+        UPI_ROW_STEPS(
+            k, n, v.d,
+            upi_linear_rest_step(rest, u, upi_row_get(from, dtype, k, n), w->up[i], w->beta[i], k, n));
+    }
+}
+
+/* W = V - e^G K S, where w holds K S; u = beta W. */
+UPI_CPU_KERNEL void upi_linear_rest(upi_linear_worker *w, int64_t row, int l, int head)
+{
+    const upipe_view v = w->call->v;
+    UPI_WITH_TYPE(dtype, v.dtype, upi_linear_rest_as(w, v, row, l, head, dtype));
 }
 
 /* Gradients through x = (a product) * D below the diagonal, or with it: *x becomes the product's, from that of x in
@@ -345,21 +465,23 @@ UPI_CPU_KERNEL void upi_linear_rest(upi_linear_worker *w, int l, int d)
 UPI_CPU_KERNEL void upi_linear_unmask(upi_linear_worker *w, float *x, const float *product, int l,
                                       int diagonal, float sign, int times_beta)
 {
-    int i, j;
-    for (i = 0; i < l; ++i) {
-        float *const row = x + (int64_t)i * w->wide;
-        const float *const d = w->d + (int64_t)i * w->wide, *const p = product + (int64_t)i * w->wide;
-        const int end = i + diagonal;
-        double sum = 0;
-        for (j = 0; j < end; ++j) {
-            const double through = (double)(sign * row[j]) * (double)p[j];
-            sum += through;
-            w->dsums[j] -= times_beta ? (double)w->beta[i] * through : through;
-        }
-        w->dsums[i] += times_beta ? (double)w->beta[i] * sum : sum;
+    enum { SUMS = 8 };
+    int i, j, k;
+    for (i = 0; i < l; ++i, x += w->wide, product += w->wide) {
+        const float *const d = w->d + (int64_t)i * w->wide;
+        const float beta = times_beta ? w->beta[i] : 1;
+        double part[SUMS] = {0}, sum = 0;
+        for (j = i + diagonal; j < w->wide; ++j) x[j] = 0;
+        for (j = 0; j < i + diagonal; j += SUMS)
+            for (k = j; k < j + SUMS; ++k) {
+                const double through = (double)(sign * x[k]) * (double)product[k];
+                part[k - j] += through;
+                w->dsums[k] -= (double)beta * through;
+                x[k] *= sign * beta * d[k];
+            }
+        for (k = 0; k < SUMS; ++k) sum += part[k];
+        w->dsums[i] += (double)beta * sum;
         if (times_beta) w->dbeta[i] += (float)sum;
-        for (j = 0; j < end; ++j) row[j] *= sign * (times_beta ? w->beta[i] : 1) * d[j];
-        for (; j < w->wide; ++j) row[j] = 0;
     }
 }
 
@@ -376,25 +498,28 @@ UPI_KERNELS_END
 /* out (+)= op(x) op(y) */
 UPIPE_API void upi_linear_product(upi_linear_worker *w, upipe_view out, upipe_view x, upipe_view y, int flags)
 {
-    if (w->status == UPIPE_OK) w->status = w->ops.gemm(&w->ctx, out, x, y, flags, w->work, w->work_bytes);
+    if (w->status == UPIPE_OK && out.n > 0)
+        w->status = w->ops.gemm(&w->ctx, out, x, y, flags, w->work, w->work_bytes);
 }
 
 /* ---- a chunk ---- */
 
-/* Views of a worker's buffers, of l rows. */
-UPI_INLINE upipe_view upi_linear_key(const upi_linear_worker *w, float *p, int l)
+/* Rows first .. end - 1 of a worker's buffer. */
+UPI_INLINE upipe_view upi_linear_key(const upi_linear_worker *w, float *p, int first, int end)
 {
-    return upi_linear_matrix(p, l, w->call->q.d, w->call->q.d);
+    const int32_t d = w->call->q.d;
+    return upi_linear_matrix(p + (int64_t)first * d, end - first, d, d);
 }
 
-UPI_INLINE upipe_view upi_linear_value(const upi_linear_worker *w, float *p, int l)
+UPI_INLINE upipe_view upi_linear_value(const upi_linear_worker *w, float *p, int first, int end)
 {
-    return upi_linear_matrix(p, l, w->call->v.d, w->call->v.d);
+    const int32_t d = w->call->v.d;
+    return upi_linear_matrix(p + (int64_t)first * d, end - first, d, d);
 }
 
-UPI_INLINE upipe_view upi_linear_square(const upi_linear_worker *w, float *p, int l)
+UPI_INLINE upipe_view upi_linear_square(const upi_linear_worker *w, float *p, int first, int end, int l)
 {
-    return upi_linear_matrix(p, l, l, w->wide);
+    return upi_linear_matrix(p + (int64_t)first * w->wide, end - first, l, w->wide);
 }
 
 UPI_INLINE upipe_view upi_linear_state(const upi_linear_worker *w, const float *p)
@@ -402,53 +527,51 @@ UPI_INLINE upipe_view upi_linear_state(const upi_linear_worker *w, const float *
     return upi_linear_matrix((float *)(uintptr_t)p, w->call->q.d, w->call->v.d, w->call->v.d);
 }
 
-/* K, V, the gates and U of a chunk that begins with state s; with beta also M, -beta M and W. */
-UPIPE_API void upi_linear_values(upi_linear_worker *w, int64_t row, int l, int head, const float *s)
+/* The first row of K and Q that a rule multiplies by K, or by a state: with scalar decay Q alone. */
+UPI_INLINE int upi_linear_first(const upi_linear_worker *w, int l)
+{
+    return w->call->beta.data != NULL ? 0 : l;
+}
+
+/* The gates, K, where U is, and some rows of M and P, first .. end - 1: 0 to l is M, with -beta M, and l to 2l P, with Q. */
+UPIPE_API void upi_linear_squares(upi_linear_worker *w, int64_t row, int l, int head, int first, int end)
 {
     const upipe_linear *a = w->call;
-    upi_linear_load(w->k, a->k, row, l, head / (a->v.h / a->q.h), 1);
-    upi_linear_load(a->beta.data != NULL ? w->v : w->u, a->v, row, l, head, 1);
+    const int key = head / (a->v.h / a->q.h);
     upi_linear_gates(w, row, l, head);
-    if (a->beta.data == NULL) return;
-    upi_linear_product(w, upi_linear_square(w, w->m, l), upi_linear_key(w, w->k, l),
-                       upi_linear_key(w, w->k, l), UPIPE_GEMM_TRANS_B);
-    upi_linear_mask(w, w->m, w->a, l, 0);
-    upi_linear_product(w, upi_linear_value(w, w->w, l), upi_linear_key(w, w->k, l), upi_linear_state(w, s),
-                       0);
-    upi_linear_rest(w, l, a->v.d);
+    if (first < end && first == upi_linear_first(w, l)) upi_linear_decays(w, l); /* else they are kept */
+    upi_linear_load(w->kq, a->k, row, l, key, 1);
+    if (end > l) upi_linear_load(w->kq + (int64_t)l * a->q.d, a->q, row, l, key, a->scale);
+    upi_linear_product(w, upi_linear_square(w, w->mp, first, end, l), upi_linear_key(w, w->kq, first, end),
+                       upi_linear_key(w, w->kq, 0, l), UPIPE_GEMM_TRANS_B);
+    w->values = a->v;
+    w->values.data = upipe_view_at(a->v, row, head);
+    w->values.n = l, w->values.h = 1;
+    if (a->beta.data != NULL) w->values = upi_linear_value(w, w->u, 0, l);
+    if (first < l) upi_linear_mask_m(w, l);
+    if (end > l) upi_linear_mask_p(w, w->mp + (int64_t)l * w->wide, l);
+}
+
+/* With beta W and U of a chunk that begins with state s. Behind it Q S, where end is 2l and not l. */
+UPIPE_API void upi_linear_values(upi_linear_worker *w, int64_t row, int l, int head, const float *s, int end)
+{
+    const upipe_linear *a = w->call;
+    const int first = upi_linear_first(w, l);
+    upi_linear_product(w, upi_linear_value(w, w->w, first, end), upi_linear_key(w, w->kq, first, end),
+                       upi_linear_state(w, s), 0);
+    if (first > 0) return;
+    upi_linear_rest(w, row, l, head);
     upi_linear_solve(w->u, a->v.d, w->a, w->wide, 1, l, a->v.d);
 }
 
-/* Q and P. */
-UPIPE_API void upi_linear_scores(upi_linear_worker *w, int64_t row, int l, int head)
+/* to = the state behind the chunk that begins with s; may be s. */
+UPIPE_API void upi_linear_advance(upi_linear_worker *w, int l, const float *s, float *to)
 {
     const upipe_linear *a = w->call;
-    upi_linear_load(w->q, a->q, row, l, head / (a->v.h / a->q.h), a->scale);
-    upi_linear_product(w, upi_linear_square(w, w->p, l), upi_linear_key(w, w->q, l),
-                       upi_linear_key(w, w->k, l), UPIPE_GEMM_TRANS_B);
-    upi_linear_mask(w, w->p, NULL, l, 1);
-}
-
-/* O, from the state that the chunk begins with. */
-UPIPE_API void upi_linear_output(upi_linear_worker *w, int64_t row, int l, int head, const float *s)
-{
-    const upipe_linear *a = w->call;
-    upi_linear_product(w, upi_linear_value(w, w->o, l), upi_linear_key(w, w->q, l), upi_linear_state(w, s),
-                       0);
-    upi_linear_scale(w->o, w->o, w->up, 1, l, a->v.d);
-    upi_linear_product(w, upi_linear_value(w, w->o, l), upi_linear_square(w, w->p, l),
-                       upi_linear_value(w, w->u, l), UPIPE_GEMM_ACCUMULATE);
-    upi_linear_store(a->o, row, l, head, w->o, 1);
-}
-
-/* s becomes the state behind the chunk. */
-UPIPE_API void upi_linear_advance(upi_linear_worker *w, int l, float *s)
-{
-    const upipe_linear *a = w->call;
-    upi_linear_fade(s, w->last, (int64_t)a->q.d * a->v.d);
-    upi_linear_scale(w->key, w->k, w->down, 1, l, a->q.d);
-    upi_linear_product(w, upi_linear_state(w, s), upi_linear_key(w, w->key, l), upi_linear_value(w, w->u, l),
-                       UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
+    upi_linear_scale(w->key, w->kq, w->down, l, a->q.d);
+    upi_linear_product(w, upi_linear_state(w, w->next), upi_linear_key(w, w->key, 0, l), w->values,
+                       UPIPE_GEMM_TRANS_A);
+    upi_linear_next(to, s, w->next, w->last, (int64_t)a->q.d * a->v.d);
 }
 
 /* ---- forward ---- */
@@ -471,10 +594,12 @@ UPIPE_API void upi_linear_fwd_item(void *arg, int64_t i, int32_t worker)
     for (row = 0; row < a->q.n; row = end) {
         const int l = (int)((end = upipe_linear_chunk_end(a, row)) - row);
         if (upipe_linear_begins(a, row)) memset(s, 0, size * 4);
-        upi_linear_values(w, row, l, head, s);
-        upi_linear_scores(w, row, l, head);
-        upi_linear_output(w, row, l, head, s);
-        upi_linear_advance(w, l, s);
+        upi_linear_squares(w, row, l, head, upi_linear_first(w, l), 2 * l);
+        upi_linear_values(w, row, l, head, s, 2 * l);
+        upi_linear_product(w, upi_linear_value(w, w->r, 0, l), upi_linear_square(w, w->mp, l, 2 * l, l),
+                           w->values, 0);
+        upi_linear_store(a->o, row, l, head, w->w + (int64_t)l * a->v.d, w->up, w->r);
+        upi_linear_advance(w, l, s, s);
     }
 }
 
@@ -512,99 +637,82 @@ UPIPE_API upipe_status upi_cpu_linear_fwd(upipe_ctx *c, const upipe_linear *a)
 
 /* ---- backward ---- */
 
-/* Gradients through U: du, which holds that of U, becomes that of V; dk and ds get their parts. */
-UPIPE_API void upi_linear_values_bwd(upi_linear_worker *w, int l, const float *s, float *ds)
+/* Gradients through M and P, from r and U: x becomes what K and Q are multiplied by. */
+UPIPE_API void upi_linear_squares_bwd(upi_linear_worker *w, int l)
 {
-    const upipe_linear *a = w->call;
-    int i;
-    upi_linear_solve(w->du + (int64_t)(l - 1) * a->v.d, -a->v.d, w->a + (int64_t)(l - 1) * (w->wide + 1), -1,
-                     -w->wide, l, a->v.d);
-    for (i = 0; i < l; ++i)
-        w->dbeta[i] = (float)upi_linear_dot(w->du + (int64_t)i * a->v.d, w->w + (int64_t)i * a->v.d, a->v.d);
-    upi_linear_product(w, upi_linear_square(w, w->x, l), upi_linear_value(w, w->du, l),
-                       upi_linear_value(w, w->u, l), UPIPE_GEMM_TRANS_B);
-    upi_linear_unmask(w, w->x, w->m, l, 0, -1, 1);
+    const int first = upi_linear_first(w, l);
+    const int64_t half = (int64_t)l * w->wide;
+    upi_linear_product(w, upi_linear_square(w, w->x, first, 2 * l, l),
+                       upi_linear_value(w, w->r, first, 2 * l), w->values, UPIPE_GEMM_TRANS_B);
+    upi_linear_unmask(w, w->x + half, w->mp + half, l, 1, 1, 0);
+    if (first > 0) return;
+    upi_linear_unmask(w, w->x, w->mp, l, 0, -1, 1);
     upi_linear_mirror(w->x, w->wide, l);
-    upi_linear_product(w, upi_linear_key(w, w->dk, l), upi_linear_square(w, w->x, l),
-                       upi_linear_key(w, w->k, l), UPIPE_GEMM_ACCUMULATE);
-    upi_linear_scale(w->du, w->du, w->beta, 1, l, a->v.d);
-    upi_linear_product(w, upi_linear_key(w, w->key, l), upi_linear_value(w, w->du, l), upi_linear_state(w, s),
-                       UPIPE_GEMM_TRANS_B);
-    upi_linear_scale(w->key, w->key, w->up, -1, l, a->q.d);
-    for (i = 0; i < l; ++i)
-        w->dsums[i] += upi_linear_dot(w->key + (int64_t)i * a->q.d, w->k + (int64_t)i * a->q.d, a->q.d);
-    upi_linear_add(w->dk, w->key, (int64_t)l * a->q.d);
-    upi_linear_scale(w->key, w->k, w->up, -1, l, a->q.d);
-    upi_linear_product(w, upi_linear_state(w, ds), upi_linear_key(w, w->key, l),
-                       upi_linear_value(w, w->du, l), UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
 }
 
-/* Gradients through O, whose own is in w->o: dq, dk, and du = P^T dO. */
-UPIPE_API void upi_linear_output_bwd(upi_linear_worker *w, int l, const float *s)
+/* The gradient of U in r, from that of O behind it and of the state behind the chunk; with beta then that of R. Gradients
+ * of K through that state. */
+UPIPE_API void upi_linear_values_bwd(upi_linear_worker *w, int l, const float *s, const float *ds)
 {
     const upipe_linear *a = w->call;
+    const int64_t d = a->v.d;
     int i;
-    upi_linear_product(w, upi_linear_value(w, w->du, l), upi_linear_square(w, w->p, l),
-                       upi_linear_value(w, w->o, l), UPIPE_GEMM_TRANS_A);
-    upi_linear_product(w, upi_linear_square(w, w->x, l), upi_linear_value(w, w->o, l),
-                       upi_linear_value(w, w->u, l), UPIPE_GEMM_TRANS_B);
-    upi_linear_unmask(w, w->x, w->p, l, 1, 1, 0);
-    upi_linear_product(w, upi_linear_key(w, w->key, l), upi_linear_value(w, w->o, l), upi_linear_state(w, s),
-                       UPIPE_GEMM_TRANS_B);
-    upi_linear_scale(w->key, w->key, w->up, 1, l, a->q.d);
-    for (i = 0; i < l; ++i)
-        w->dsums[i] += upi_linear_dot(w->key + (int64_t)i * a->q.d, w->q + (int64_t)i * a->q.d, a->q.d);
-    upi_linear_product(w, upi_linear_key(w, w->key, l), upi_linear_square(w, w->x, l),
-                       upi_linear_key(w, w->k, l), UPIPE_GEMM_ACCUMULATE);
-    upi_linear_add(w->dq, w->key, (int64_t)l * a->q.d);
-    upi_linear_product(w, upi_linear_key(w, w->dk, l), upi_linear_square(w, w->x, l),
-                       upi_linear_key(w, w->q, l), UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
-}
-
-/* Gradients through the state behind the chunk, ds: dk, and du +=. */
-UPIPE_API void upi_linear_advance_bwd(upi_linear_worker *w, int l, const float *s, const float *ds)
-{
-    const upipe_linear *a = w->call;
-    const int64_t d = a->q.d;
-    int i;
-    upi_linear_scale(w->key, w->k, w->down, 1, l, a->q.d);
-    upi_linear_product(w, upi_linear_value(w, w->du, l), upi_linear_key(w, w->key, l),
+    upi_linear_product(w, upi_linear_value(w, w->r, 0, l), upi_linear_square(w, w->mp, l, 2 * l, l),
+                       upi_linear_value(w, w->r, l, 2 * l), UPIPE_GEMM_TRANS_A);
+    upi_linear_scale(w->key, w->kq, w->down, l, a->q.d);
+    upi_linear_product(w, upi_linear_value(w, w->r, 0, l), upi_linear_key(w, w->key, 0, l),
                        upi_linear_state(w, ds), UPIPE_GEMM_ACCUMULATE);
-    upi_linear_product(w, upi_linear_key(w, w->key2, l), upi_linear_value(w, w->u, l),
-                       upi_linear_state(w, ds), UPIPE_GEMM_TRANS_B);
+    upi_linear_product(w, upi_linear_key(w, w->key, 0, l), w->values, upi_linear_state(w, ds),
+                       UPIPE_GEMM_TRANS_B);
+    upi_linear_reach(w->dkq, w->key, w->down, w->kq, w->dots, l, a->q.d);
     for (i = 0; i < l; ++i) {
-        const double through = upi_linear_dot(w->key + i * d, w->key2 + i * d, d);
-        w->dsums[i] -= through;
-        w->dsums[l - 1] += through;
+        w->dsums[i] -= w->dots[i];
+        w->dsums[l - 1] += w->dots[i];
     }
-    w->dsums[l - 1] += exp(w->last) * upi_linear_dot(s, ds, d * a->v.d);
-    upi_linear_scale(w->key2, w->key2, w->down, 1, l, a->q.d);
-    upi_linear_add(w->dk, w->key2, (int64_t)l * d);
+    w->dsums[l - 1] += exp(w->last) * upi_linear_dot(s, ds, a->q.d * d);
+    if (a->beta.data == NULL) return;
+    upi_linear_solve(w->r + (l - 1) * d, -d, w->a + (int64_t)(l - 1) * (w->wide + 1), -1, -w->wide, l,
+                     a->v.d);
+    for (i = 0; i < l; ++i) w->dbeta[i] = (float)upi_linear_dot(w->r + i * d, w->w + i * d, d);
 }
 
-/* A chunk: s is the state that it begins with; ds, the gradient of the state behind it, becomes that of s. */
+/* A chunk, of which M, W and U are kept: s is the state that it begins with; ds, the gradient of the state behind it, becomes that of s. */
 UPIPE_API void upi_linear_bwd_chunk(upi_linear_worker *w, const upipe_linear_grad *g, int64_t row, int l,
                                     int head, const float *s, float *ds)
 {
     const upipe_linear *a = w->call;
+    const int first = upi_linear_first(w, l);
+    const int64_t d = a->q.d, skipped = first * d;
     double sum = 0;
     int i;
-    upi_linear_values(w, row, l, head, s);
-    upi_linear_scores(w, row, l, head);
-    upi_linear_load(w->o, g->dout, row, l, head, 1);
-    memset(w->dsums, 0, (size_t)l * sizeof *w->dsums);
-    upi_linear_output_bwd(w, l, s);
-    upi_linear_advance_bwd(w, l, s, ds);
-    upi_linear_fade(ds, w->last, (int64_t)a->q.d * a->v.d);
-    upi_linear_scale(w->key, w->q, w->up, 1, l, a->q.d);
-    upi_linear_product(w, upi_linear_state(w, ds), upi_linear_key(w, w->key, l), upi_linear_value(w, w->o, l),
-                       UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
-    if (a->beta.data != NULL) upi_linear_values_bwd(w, l, s, ds);
-    upi_linear_store(g->dv, row, l, head, w->du, 1);
+    upi_linear_squares(w, row, l, head, l, 2 * l);
+    upi_linear_load(w->r + (int64_t)l * a->v.d, g->dout, row, l, head, 1);
+    memset(w->dsums, 0, (size_t)w->wide * sizeof *w->dsums);
+    for (i = 0; i < l; ++i) {
+        w->both[i] = -w->beta[i] * w->up[i];
+        w->both[l + i] = w->up[i];
+    }
+    upi_linear_values_bwd(w, l, s, ds);
+    upi_linear_squares_bwd(w, l);
+    upi_linear_product(w, upi_linear_key(w, w->key, first, 2 * l), upi_linear_value(w, w->r, first, 2 * l),
+                       upi_linear_state(w, s), UPIPE_GEMM_TRANS_B);
+    upi_linear_reach(w->dkq + skipped, w->key + skipped, w->both + first, w->kq + skipped, w->dots,
+                     2 * l - first, a->q.d);
+    for (i = 0; i < 2 * l - first; ++i) w->dsums[i % l] += w->dots[i];
+    upi_linear_product(w, upi_linear_key(w, w->dkq, first, 2 * l),
+                       upi_linear_square(w, w->x, first, 2 * l, l), upi_linear_key(w, w->kq, 0, l),
+                       UPIPE_GEMM_ACCUMULATE);
+    upi_linear_product(w, upi_linear_key(w, w->dkq, 0, l), upi_linear_square(w, w->x, l, 2 * l, l),
+                       upi_linear_key(w, w->kq, l, 2 * l), UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
+    upi_linear_scale(w->key + skipped, w->kq + skipped, w->both + first, 2 * l - first, a->q.d);
+    upi_linear_product(w, upi_linear_state(w, w->next), upi_linear_key(w, w->key, first, 2 * l),
+                       upi_linear_value(w, w->r, first, 2 * l), UPIPE_GEMM_TRANS_A);
+    upi_linear_next(ds, ds, w->next, w->last, d * a->v.d);
+    upi_linear_store(g->dv, row, l, head, w->r, w->beta, NULL);
     for (i = l - 1; i >= 0; --i) {
         sum += w->dsums[i];
         *(float *)upipe_view_at(g->dg, row + i, head) = (float)sum;
-        if (a->beta.data != NULL) *(float *)upipe_view_at(g->dbeta, row + i, head) = w->dbeta[i];
+        if (first == 0) *(float *)upipe_view_at(g->dbeta, row + i, head) = w->dbeta[i];
     }
 }
 
@@ -624,48 +732,53 @@ UPIPE_API void upi_linear_bwd_item(void *arg, int64_t i, int32_t worker)
     const size_t size = (size_t)a->q.d * (size_t)a->v.d;
     const int group = a->v.h / a->q.h, first = (int)i * group;
     const int64_t runs = (job->chunks + job->run - 1) / job->run;
-    int64_t run, chunk, row, end;
-    int j;
+    int64_t run, chunk, row;
+    int j, l;
     for (j = 0; j < group; ++j) { /* states that runs begin with */
         float *s = w->state;
         memcpy(s, a->state + (size_t)(first + j) * size, size * 4);
-        for (chunk = row = 0; chunk < job->chunks; ++chunk, row = end) {
-            end = upipe_linear_chunk_end(a, row);
+        for (chunk = row = 0; chunk < job->chunks; ++chunk, row += l) {
+            l = (int)(upipe_linear_chunk_end(a, row) - row);
             if (upipe_linear_begins(a, row)) memset(s, 0, size * 4);
             if (chunk % job->run == 0)
                 memcpy(w->states + (size_t)(j * runs + chunk / job->run) * size, s, size * 4);
-            upi_linear_values(w, row, (int)(end - row), first + j, s);
-            upi_linear_advance(w, (int)(end - row), s);
+            if (chunk == (runs - 1) * job->run) break;
+            upi_linear_squares(w, row, l, first + j, upi_linear_first(w, l), l);
+            upi_linear_values(w, row, l, first + j, s, l);
+            upi_linear_advance(w, l, s, s);
         }
     }
     for (run = runs - 1; run >= 0; --run) {
         const int64_t begin = run * job->run,
                       last = begin + job->run < job->chunks ? begin + job->run : job->chunks;
         const int64_t start = upi_linear_row(a, begin, 0, 0);
-        for (j = 0; j < group; ++j) { /* states that chunks of the run begin with */
+        for (j = 0; j < group; ++j) { /* states that chunks of the run begin with, and what is kept of them */
             float *s = w->state + (size_t)(j * job->run) * size;
             memcpy(s, w->states + (size_t)(j * runs + run) * size, size * 4);
-            for (chunk = begin, row = start; chunk + 1 < last; ++chunk, row = end, s += size) {
-                end = upipe_linear_chunk_end(a, row);
-                memcpy(s + size, s, size * 4);
-                upi_linear_values(w, row, (int)(end - row), first + j, s);
-                upi_linear_advance(w, (int)(end - row), s + size);
-                if (upipe_linear_begins(a, end)) memset(s + size, 0, size * 4);
+            for (chunk = begin, row = start; chunk < last; ++chunk, row += l, s += size) {
+                l = (int)(upipe_linear_chunk_end(a, row) - row);
+                upi_linear_keep(w, a, 1, w->kept + (size_t)(j * job->run + chunk - begin) * w->kept_bytes);
+                upi_linear_squares(w, row, l, first + j, upi_linear_first(w, l), l);
+                upi_linear_values(w, row, l, first + j, s, l);
+                if (chunk + 1 == last) break;
+                upi_linear_advance(w, l, s, s + size);
+                if (upipe_linear_begins(a, row + l)) memset(s + size, 0, size * 4);
             }
         }
         for (chunk = last - 1; chunk >= begin; --chunk) {
             row = upi_linear_row(a, chunk, begin, start);
-            end = upipe_linear_chunk_end(a, row);
-            memset(w->dq, 0, (size_t)(end - row) * (size_t)a->q.d * 4);
-            memset(w->dk, 0, (size_t)(end - row) * (size_t)a->q.d * 4);
+            l = (int)(upipe_linear_chunk_end(a, row) - row);
+            memset(w->dkq, 0, (size_t)(2 * l * a->q.d) * 4);
             for (j = 0; j < group; ++j) {
+                const size_t number = (size_t)(j * job->run + chunk - begin);
                 float *ds = job->g->dstate + (size_t)(first + j) * size;
-                upi_linear_bwd_chunk(w, job->g, row, (int)(end - row), first + j,
-                                     w->state + (size_t)(j * job->run + chunk - begin) * size, ds);
+                upi_linear_keep(w, a, 1, w->kept + number * w->kept_bytes);
+                upi_linear_bwd_chunk(w, job->g, row, l, first + j, w->state + number * size, ds);
                 if (upipe_linear_begins(a, row)) memset(ds, 0, size * 4);
             }
-            upi_linear_store(job->g->dq, row, (int)(end - row), (int)i, w->dq, a->scale);
-            upi_linear_store(job->g->dk, row, (int)(end - row), (int)i, w->dk, 1);
+            for (j = 0; j < l; ++j) w->both[j] = 1, w->both[l + j] = a->scale;
+            upi_linear_store(job->g->dk, row, l, (int)i, w->dkq, w->both, NULL);
+            upi_linear_store(job->g->dq, row, l, (int)i, w->dkq + (int64_t)l * a->q.d, w->both + l, NULL);
         }
     }
 }

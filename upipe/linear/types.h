@@ -239,7 +239,7 @@ UPIPE_API upi_lin_stage upi_lin_stage_bytes(const upipe_ops *ops, const upipe_li
         s.bytes[UPI_LIN_WORK] = upipe_max_bytes(
             s.bytes[UPI_LIN_WORK], upi_lin_product_bytes(ops, t, UPIPE_F32, n, columns[i], model, backward));
     rule = upi_lin_rule(l, &s, NULL);
-    rule.a.beta.data = &s; /* the rule's scratch depends on whether there is beta, which nothing reads here */
+    rule.a.beta.data = &rule; /* there is one: its scratch is more. It is not read */
     s.bytes[UPI_LIN_RULE] = l->rules->bytes(ops, &rule.a, pass);
     rule.a.borders = l->capacity;
     if (l->capacity.cu_seqlens != NULL)

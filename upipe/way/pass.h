@@ -32,25 +32,16 @@ UPIPE_API upipe_status upi_way_bwd_step(upipe_ctx *c, void *user, int first, int
     return upi_way_bwd_rule(c, w->a, &g);
 }
 
-/* The rule's scratch, of the larger of the first stage and the last one. */
-UPIPE_API size_t upi_pass_work(upipe_ctx *c, const upipe_linear_attn *a, upipe_linear_pass pass)
-{
-    const upipe_scan s = upi_way_scan(a);
-    const upipe_linear x = upi_way_call(a, NULL).a;
-    const int n = upi_scan_stage_heads(&s), last = s.heads - (upipe_scan_stages(&s) - 1) * n;
-    return upipe_max_bytes(upi_way_work(c, a->rules, x, n, pass), upi_way_work(c, a->rules, x, last, pass));
-}
-
 UPIPE_API size_t upi_pass_fwd_bytes(upipe_ctx *c, const upipe_linear_attn *a)
 {
     const upipe_scan s = upi_way_scan(a);
-    return upi_pass_work(c, a, UPIPE_LINEAR_FWD) + upipe_scan_fwd_bytes(&s);
+    return upi_way_stages_work(c, a, upi_way_call(a, NULL).a, UPIPE_LINEAR_FWD) + upipe_scan_fwd_bytes(&s);
 }
 
 UPIPE_API size_t upi_pass_bwd_bytes(upipe_ctx *c, const upipe_linear_attn *a)
 {
     const upipe_scan s = upi_way_scan(a);
-    return upi_pass_work(c, a, UPIPE_LINEAR_BWD) + upipe_scan_bwd_bytes(&s);
+    return upi_way_stages_work(c, a, upi_way_call(a, NULL).a, UPIPE_LINEAR_BWD) + upipe_scan_bwd_bytes(&s);
 }
 
 UPIPE_API upipe_status upi_pass_fwd_run(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn *a,
@@ -60,7 +51,7 @@ UPIPE_API upipe_status upi_pass_fwd_run(upipe_ctx *c, upipe_comm *comm, const up
     upi_way_steps w;
     w.a = a;
     w.call = upi_way_call(a, NULL);
-    w.work_bytes = upi_pass_work(c, a, UPIPE_LINEAR_FWD);
+    w.work_bytes = upi_way_stages_work(c, a, w.call.a, UPIPE_LINEAR_FWD);
     UPIPE_TRY(upipe_alloc(c, &w.work, w.work_bytes, UPIPE_USE_SCRATCH, "linear_work"));
     s.fwd = upi_way_fwd_step;
     s.user = &w;
@@ -74,7 +65,7 @@ UPIPE_API upipe_status upi_pass_bwd_run(upipe_ctx *c, upipe_comm *comm, const up
     upi_way_steps w;
     w.a = &g->a;
     w.call = upi_way_call(&g->a, g);
-    w.work_bytes = upi_pass_work(c, &g->a, UPIPE_LINEAR_BWD);
+    w.work_bytes = upi_way_stages_work(c, &g->a, w.call.a, UPIPE_LINEAR_BWD);
     UPIPE_TRY(upipe_alloc(c, &w.work, w.work_bytes, UPIPE_USE_SCRATCH, "linear_work"));
     s.bwd = upi_way_bwd_step;
     s.user = &w;

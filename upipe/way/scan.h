@@ -9,7 +9,8 @@
  * it; (A, D) go to all earlier ranks, and dS -> A^T dS + D is the map. With the state's gradient behind its last token
  * a rank then runs the rule's backward.
  *
- * A border of documents among a rank's tokens makes A = 0: nobody behind it asks the ranks before it. */
+ * A border of documents among a rank's tokens makes A = 0: nobody behind it asks the ranks before it. Names begin with
+ * upi_maps_: those of upi_scan_ are the pass's, upipe_scan.h. */
 #ifndef UPIPE_WAY_SCAN_H
 #define UPIPE_WAY_SCAN_H
 
@@ -157,15 +158,10 @@ UPIPE_API size_t upi_maps_work(upipe_ctx *c, upi_maps *w, upipe_linear_pass pass
     const upipe_view sum = upi_maps_view(NULL, 1, a->q.n, a->v.d);
     upipe_view cast = head, out = a->v;
     upipe_linear unit = upi_way_call(a, NULL).a;
-    size_t bytes = 0;
-    int i;
+    size_t bytes;
     unit.v.d = a->q.d;
-    for (i = 0; i < 2; ++i) {
-        int first;
-        const int n = upi_maps_stage(w, i == 0 ? 0 : upipe_scan_stages(&w->s) - 1, &first);
-        bytes = upipe_max_bytes(bytes, upi_way_work(c, a->rules, upi_way_call(a, NULL).a, n, pass));
-        bytes = upipe_max_bytes(bytes, upi_way_work(c, a->rules, unit, n, UPIPE_LINEAR_FWD));
-    }
+    bytes = upipe_max_bytes(upi_way_stages_work(c, a, upi_way_call(a, NULL).a, pass),
+                            upi_way_stages_work(c, a, unit, UPIPE_LINEAR_FWD));
     cast.dtype = a->q.dtype;
     out.h = w->heads;
     bytes = upipe_max_bytes(bytes, ops->gemm_bytes(ops, state, upi_maps_matrix(w, NULL, w->heads), state,

@@ -49,7 +49,7 @@ typedef struct upipe_linear_attn_grad {
 /* upipe_way_name -- for tables and sentences */
 UPIPE_API const char *upipe_way_name(upipe_way way)
 {
-    static const char *const names[UPIPE_WAYS] = {"pass", "scan", "all-to-all"};
+    static const char *const names[UPIPE_WAYS] = {"pass", "scan", "heads"};
     return names[way];
 }
 
@@ -174,6 +174,15 @@ UPIPE_API size_t upi_way_work(upipe_ctx *c, const upipe_linear_ops *rules, upipe
     if (x.beta.data != NULL) x.beta.h = heads;
     x.state = &state;
     return upipe_linear_bytes(c, rules, &x, pass);
+}
+
+/* Scratch of the rule in stages of heads: the first one's or the last one's. */
+UPIPE_API size_t upi_way_stages_work(upipe_ctx *c, const upipe_linear_attn *a, upipe_linear x,
+                                     upipe_linear_pass pass)
+{
+    const upipe_scan s = upi_way_scan(a);
+    const int n = upi_scan_stage_heads(&s), last = s.heads - (upipe_scan_stages(&s) - 1) * n;
+    return upipe_max_bytes(upi_way_work(c, a->rules, x, n, pass), upi_way_work(c, a->rules, x, last, pass));
 }
 
 UPIPE_API upipe_status upi_way_fwd_rule(upipe_ctx *c, const upipe_linear_attn *a, const upipe_linear *call)
