@@ -9,78 +9,20 @@ refused in a sentence.
 
 import array
 import json
-import math
 import os
-import random
-import struct
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
+from hybrid import CONFIG, packed, random_tensors, write_model  # pylint: disable=wrong-import-position
 from programs import BOOK, npy, refused, safetensors, sentences, words_of  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, PLAN = (os.path.abspath(path) for path in sys.argv[1:4])
 CHUNK, TOKENS = 64, 384  # of the rule; of a sequence, of which two and three ranks hold whole chunks
 LENGTHS = [128, 1, 63, 64, 0, 129]  # of documents, a window and its last target: most begin at chunks
-# What a Qwen3.5 says of itself on Hugging Face, but for the sizes.
-CONFIG = {'attention_bias': False, 'attention_dropout': 0.0, 'attn_output_gate': True, 'dtype': 'bfloat16', 'eos_token_id': 248044,
-          'full_attention_interval': 4, 'head_dim': 32, 'hidden_act': 'silu', 'hidden_size': 64, 'initializer_range': 0.02,
-          'intermediate_size': 96, 'linear_conv_kernel_dim': 4, 'linear_key_head_dim': 16, 'linear_num_key_heads': 3,
-          'linear_num_value_heads': 6, 'linear_value_head_dim': 8, 'mamba_ssm_dtype': 'float32', 'max_position_embeddings': 262144,
-          'mlp_only_layers': [], 'model_type': 'qwen3_5_text', 'mtp_num_hidden_layers': 1, 'mtp_use_dedicated_embeddings': False,
-          'num_attention_heads': 4, 'num_hidden_layers': 4, 'num_key_value_heads': 2, 'rms_norm_eps': 1e-06, 'use_cache': True,
-          'tie_word_embeddings': False, 'vocab_size': 256,
-          'rope_parameters': {'mrope_interleaved': True, 'mrope_section': [2, 1, 1], 'rope_type': 'default', 'rope_theta': 10000000,
-                              'partial_rotary_factor': 0.25}}
 WHOLE = {'architectures': ['Qwen3_5ForConditionalGeneration'], 'image_token_id': 9, 'model_type': 'qwen3_5', 'text_config': CONFIG,
          'tie_word_embeddings': False, 'transformers_version': '4.57.0.dev0', 'video_token_id': 10, 'vision_config': {'depth': 1},
          'vision_end_token_id': 12, 'vision_start_token_id': 11}
-
-
-def tensors_wanted():
-    D, F, V, q, kv = 64, 96, 256, 4 * 32, 2 * 32
-    heads, keys, values = 6, 3 * 16, 6 * 8
-    want = {'model.embed_tokens.weight': [V, D], 'model.norm.weight': [D], 'lm_head.weight': [V, D]}
-    for layer in range(4):
-        at = f'model.layers.{layer}.'
-        want |= {at + 'input_layernorm.weight': [D], at + 'post_attention_layernorm.weight': [D],
-                 at + 'mlp.gate_proj.weight': [F, D], at + 'mlp.up_proj.weight': [F, D], at + 'mlp.down_proj.weight': [D, F]}
-        want |= {at + 'self_attn.' + name: shape for name, shape in {
-            'q_proj.weight': [2 * q, D], 'k_proj.weight': [kv, D], 'v_proj.weight': [kv, D], 'o_proj.weight': [D, q],
-            'q_norm.weight': [32], 'k_norm.weight': [32]}.items()} if layer == 3 else {
-                at + 'linear_attn.' + name: shape for name, shape in {
-                    'in_proj_qkv.weight': [2 * keys + values, D], 'in_proj_z.weight': [values, D], 'in_proj_b.weight': [heads, D],
-                    'in_proj_a.weight': [heads, D], 'out_proj.weight': [D, values], 'conv1d.weight': [2 * keys + values, 1, 4],
-                    'A_log': [heads], 'dt_bias': [heads], 'norm.weight': [8]}.items()}
-    return want
-
-
-def write_model(folder, config, tensors):
-    """tensors: name -> (shape, bytes of f32)"""
-    os.makedirs(folder)
-    write(f'{folder}/config.json', json.dumps(config))
-    head, data = {'__metadata__': {'format': 'pt'}}, b''
-    for name, (shape, piece) in tensors.items():
-        head[name] = {'dtype': 'F32', 'shape': shape, 'data_offsets': [len(data), len(data) + len(piece)]}
-        data += piece
-    text = json.dumps(head).encode()
-    write(f'{folder}/model.safetensors', struct.pack('<Q', len(text)) + text + data)
-
-
-def random_tensors():
-    draw, tensors = random.Random(35), {}
-    for name, shape in tensors_wanted().items():
-        middle, width = (1, 0.2) if 'linear_attn.norm' in name else (0, 0.3) if 'conv1d' in name or len(shape) == 1 else (0, 0.1)
-        tensors[name] = shape, array.array('f', [draw.gauss(middle, width) for _ in range(math.prod(shape))]).tobytes()
-    return tensors
-
-
-def packed(name, ids, lengths):
-    """Bytes of tokens, and Megatron's index of documents."""
-    n = len(lengths)
-    offsets = [sum(lengths[:i]) for i in range(n)]
-    write(name + '.bin', bytes(ids))
-    write(name + '.idx', struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, 1, n, n + 1, *lengths, *offsets, *range(n + 1)))
 
 
 def run(what, said=0, **flags):
@@ -113,7 +55,7 @@ def alike(got, want, what):
 
 def begin():
     """The model, and a text of two windows."""
-    write_model('model', CONFIG, random_tensors())
+    write_model('model', CONFIG, random_tensors(CONFIG))
     write('text', read(BOOK)[1000:1001 + 2 * TOKENS])
 
 
@@ -163,7 +105,7 @@ def test_files(_):
     """What is loaded is saved; what was saved is saved again to the byte, by however many ranks."""
     begin()
     run('saved', data='text', steps=0, save='one')
-    equal({name: (shape, data) for name, (_, shape, data) in safetensors('one/checkpoint-0/model.safetensors')[1].items()}, random_tensors(),
+    equal({name: (shape, data) for name, (_, shape, data) in safetensors('one/checkpoint-0/model.safetensors')[1].items()}, random_tensors(CONFIG),
           'tensors')
     for ranks, zero in [(1, 0), (3, 3)]:
         run('saved again', load='one', data='text', steps=0, ranks=ranks, zero=zero, save=f'two{zero}')
@@ -208,12 +150,18 @@ def test_documents(_):
     packed('many', list(read(BOOK)[3000:3000 + 30 * 33]), list(range(1, 31)) + [30 * 33 - 31 * 15])
     for ranks, more in [(1, {}), (3, {'shuffle': 'documents'}), (4, {'accumulate': 2, 'eval': 'all.bin', 'sample': 2})]:
         run(f'many documents, {ranks} ranks', ranks=ranks, **more, **{**flags, 'tokens_file': 'many.bin', 'tokens': 96, 'steps': 9})
+    # a later window where every token is a chunk: borders that are no ends of chunks, and ends of chunks that are no borders
+    wide = {**CONFIG, 'linear_key_head_dim': 64, 'linear_value_head_dim': 64}
+    write_model('wide', wide, random_tensors(wide))
+    lengths = [1] * 63 + [2, *[1] * 62] * 6 + [2, *[1] * 16, 463]
+    packed('dense', list(read(BOOK)[3000:3000 + sum(lengths)]), lengths)
+    run('dense documents', load='wide', **{**flags, 'tokens_file': 'dense.bin', 'tokens': 464})
 
 
 def test_whole(_):
     """Of a larger model the text part is read, with a note, from one file or several."""
     begin()
-    tensors = random_tensors()
+    tensors = random_tensors(CONFIG)
     whole = {name.replace('model.', 'model.language_model.', 1): t for name, t in tensors.items()}
     other = {'model.visual.merger.norm.bias': ([2], bytes(8)), 'mtp.norm.weight': ([1], bytes(4))}
     write_model('whole', WHOLE, {**whole, **other})
@@ -249,7 +197,9 @@ def test_refusals(folder):
     refused([LOGITS, *words_of({'load': 'model', 'ids': 'ids.npy', 'out': 'out.npy', 'ranks': 2, 'method': 'ring'})], folder, 1,
             ['a ring of 2 ranks', 'linear attention'])
     refused([PLAN, '--model', 'model', '--machine', 'h100x8', '--tokens', '1M'], folder, 2, ['linear attention', 'train --plan'])
-    equal(run_command([TRAIN, *words_of({'load': 'model', 'tokens': TOKENS, 'ranks': 2, 'plan': True})]).stderr, '', '--plan')
+    for device in 'cpu', 'cuda':
+        done = run_command([TRAIN, *words_of({'load': 'model', 'tokens': TOKENS, 'ranks': 2, 'plan': True, 'device': device})])
+        equal((done.returncode, done.stderr), (0, ''), f'--plan for {device}')
     for name, config, words in [
         ('experts', {**CONFIG, 'model_type': 'qwen3_5_moe_text'}, 'model_type qwen3_5_moe_text .* is not built'),
         ('whole experts', {**WHOLE, 'model_type': 'qwen3_5_moe'}, 'model_type qwen3_5_moe .* is not built'),

@@ -253,6 +253,7 @@ int main(void)
     upipe_ctx c = {.ops = &ops};
     upipe_cpu_linear(&rules);
     test_oracle();
+    check_linear_bytes(&ops);
     check_linear_drawn(&c, 60, 150, 70);
     check_linear_cuts(&c, 3);
     check_linear_documents(&c);

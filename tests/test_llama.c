@@ -12,6 +12,7 @@
 #include "upipe/upipe.h"
 
 #include "../examples/common/grid.h"
+#include "../examples/common/rules.h"
 #include "../examples/llama/state/memory.h"
 #include "../examples/llama/files/config_file.h"
 #include "../examples/llama/files/safetensors.h"
@@ -212,6 +213,7 @@ static upipe_status way_main(void *user, int rank)
     desc.ring_rank = rank / desc.ranks;
     s = model_init(&m, &w->g->layout, &desc, &c.err);
     if (s == UPIPE_OK) s = model_cut(&m, w->segments, &c.err);
+    rules_of(DEVICE_CPU, &m.rules);
     m.accumulate = BATCH / desc.batch;
     m.activations = w->activations;
     m.zero = w->zero;

@@ -86,6 +86,7 @@ typedef struct upipe_linear_ops {
     int chunk_max; /* tokens of a chunk, at most */
     upipe_status (*fwd)(upipe_ctx *c, const upipe_linear *a);
     upipe_status (*bwd)(upipe_ctx *c, const upipe_linear_grad *g);
+    /* Of a call. More chunks never take less. */
     size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass);
     /* Optional, for upipe_linear_layer.h; arguments in upipe_linear_rows.h. */
     upipe_status (*conv)(upipe_ctx *c, const struct upipe_linear_conv *a);

@@ -8,9 +8,7 @@
 #ifndef PLAN_LINEAR_H
 #define PLAN_LINEAR_H
 
-#include "upipe/cpu/upipe_cpu_linear.h"
-#include "upipe/cuda/upipe_cuda_linear_bytes.h"
-
+#include "../common/rules.h"
 #include "report.h"
 
 /* A layer: heads over key heads, states of key_dim x value_dim; delta: gated delta rule, else scalar decay. */
@@ -302,10 +300,7 @@ static int linear_plan(const job *j, files *all)
     l->dtype = (upipe_dtype)j->o.dtype;
     l->ranks = j->o.how.ranks;
     device_table(j->o.device, &l->ops);
-    if (j->o.device == DEVICE_CPU)
-        upipe_cpu_linear(&l->rules);
-    else
-        upipe_cuda_plan_linear(&l->rules);
+    rules_of(j->o.device, &l->rules);
     if (status == 0 && j->o.tokens > 0 && j->o.tokens < l->ranks)
         status = cli_refuse("--tokens %" PRId64 ": each of %d ranks has at least one", j->o.tokens, l->ranks);
     if (status == 0) status = linear_report_make(l, r, j->o.tokens);

@@ -350,6 +350,7 @@ int main(void)
     if (device_open(&d)) {
         printf("test_cuda_linear: %s\n", d.ops.name);
         staged_open(&d);
+        check_linear_bytes(&d.ops);
         check_conv_drawn(&staged.c, few() ? 4 : 40);
         check_gates(&staged.c, few() ? 0 : 16500);
         if (!few()) check_conv_long(&staged.c, 24700);

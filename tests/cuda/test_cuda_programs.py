@@ -6,6 +6,7 @@ they may, in several orders, of which the full run has more, and calls of the li
 status is zero if all held.
 """
 
+import array
 import json
 import os
 import re
@@ -14,8 +15,9 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
+from hybrid import CONFIG, packed, random_tensors, write_model  # pylint: disable=wrong-import-position
 from launch_ranks import run_ranks  # pylint: disable=wrong-import-position
-from programs import METHODS, TOP, npy  # pylint: disable=wrong-import-position
+from programs import BOOK, METHODS, TOP, npy  # pylint: disable=wrong-import-position
 
 FOLDER = os.path.abspath(sys.argv[1])
 FULL = bool(os.environ.get('UPIPE_FULL'))
@@ -165,6 +167,37 @@ def test_train(_):
         check(timed['loss'] == alone['loss'] == losses, f'losses {losses} with --log')
     for k in '150', '700', '1200', '1600s', '2000':
         ends(1, '', 'train', *sharded, '--zero-prefetch', '--deadline', '5', starts='train: rank ', FAKE_FAIL=k)
+
+
+def test_linear(folder):
+    """A model with linear attention, and packed documents: ranks hold what their plans say, and have the CPU's numbers."""
+    if not there('train'):
+        return
+    config = {**CONFIG, 'num_hidden_layers': 2, 'full_attention_interval': 2}
+    model, text, ids, out = (os.path.join(folder, name) for name in ('model', 'text', 'ids', 'out'))
+    lengths = [70, 1, 25, 0, 64, 33] # of two windows, whose second rank begins within a chunk, and a target
+    write_model(model, config, random_tensors(config))
+    packed(text, read(BOOK)[3000:3000 + sum(lengths)], lengths)
+    flags = ['--load', model, '--tokens-file', text + '.bin', '--tokens', '96', '--sample', '0', '--lr', '1e-3', '--warmup', '0',
+             '--steps', '2', '--device']
+    for ranks, more in ('1', ['--activations', 'sac']), ('2', ['--offload', '--zero', '3']):
+        want = numbers('train', *flags, 'cpu', '--ranks', ranks, *more)
+        got = numbers('train', *flags, 'cuda', '--ranks', ranks, *more, FAKE_SEED=8, SIMT_SEED=8)
+        check(got['peak_bytes'] == got['plan_bytes'], f'{ranks} ranks: {got["peak_bytes"]} bytes, planned are {got["plan_bytes"]}')
+        for key in 'loss', 'grad_norm':
+            check(all(abs(a - b) < 1e-3 for a, b in zip(got[key], want[key])), f'{ranks} ranks: {key} {got[key]}, on the CPU {want[key]}')
+    one = [*flags, 'cpu', '--ranks', '2', '--dtype', 'bf16', '--steps', '1'] # a step of other roundings leads elsewhere
+    want = numbers('train', *one)
+    got = numbers('train', *(word if word != 'cpu' else 'cuda' for word in one), FAKE_SEED=8, SIMT_SEED=8)
+    for key in 'loss', 'grad_norm':
+        check(abs(got[key][0] - want[key][0]) < 0.02 * want[key][0], f'bf16: {key} {got[key]}, on the CPU {want[key]}')
+    write(ids, npy(read(BOOK)[3000:3096]))
+    logits = {}
+    for device in 'cpu', 'cuda':
+        ends(0, '', 'logits', '--load', model, '--ids', ids, '--out', out, '--ranks', '2', '--device', device)
+        logits[device] = array.array('f', read(out)[128:])
+    off = max(abs(a - b) for a, b in zip(logits['cpu'], logits['cuda']))
+    check(off <= 1e-4 * max(map(abs, logits['cpu'])), f'logits are off by {off}')
 
 
 def test_world(_):
@@ -328,5 +361,5 @@ def test_bench(_):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_methods, test_train, test_world, test_world_failures,
+    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_methods, test_train, test_linear, test_world, test_world_failures,
                        test_world_compare, test_world_alone, test_failures, *([test_bench] if FULL else [])))

@@ -195,6 +195,29 @@ static inline void work_begin(upipe_ctx *c, upipe_linear *a, upipe_linear_pass p
     a->work = slab_of(a->work_bytes);
 }
 
+/* More chunks never take less scratch: those of the last rows, or of borders. */
+static inline void check_linear_bytes(const upipe_ops *ops)
+{
+    static const int dims[][3] = {{1, 8, 8}, {1, 256, 256}, {64, 256, 256}, {64, 128, 128}, {64, 3, 5}};
+    float beta = 0;
+    for (int i = 0; i < 5 * 2 * 2 * 2; ++i) {
+        const int *of = dims[i % 5], delta = i / 5 % 2, chunk = i / 10 % 2 ? 64 : 3;
+        const upipe_linear_pass pass = i / 20 ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD;
+        upipe_linear_grad g = {.a = {.chunk = chunk}};
+        size_t before = 0;
+        g.a.q = g.a.k = upipe_view_packed(NULL, UPIPE_BF16, 0, of[0], of[1]);
+        g.a.v = g.a.o = upipe_view_packed(NULL, UPIPE_BF16, 0, of[0], of[2]);
+        if (delta) g.a.beta.data = &beta;
+        for (int64_t n = 1; n <= (of[0] == 64 ? 1500 : 600); ++n) {
+            size_t bytes;
+            g.a.q.n = g.a.k.n = g.a.v.n = g.a.o.n = n * chunk;
+            bytes = rules.bytes(ops, &g.a, pass);
+            CHECK(bytes >= before);
+            before = bytes;
+        }
+    }
+}
+
 /* Forward and backward in these parts, [0, cuts[0]), [cuts[0], cuts[1]) and so on, the last of them ends at n. */
 static inline void run(linear *x, upipe_ctx *c, const int64_t *cuts, int parts)
 {

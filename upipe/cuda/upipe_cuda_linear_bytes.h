@@ -47,12 +47,13 @@ UPIPE_API size_t upi_cuda_linear_layout(upi_cuda_linear_parts *w, const upipe_li
                                         upipe_linear_pass pass)
 {
     const int delta = a->beta.data != NULL, back = pass == UPIPE_LINEAR_BWD, both = delta && back;
+    const int least = (UPI_CUDA_LINEAR_BLOCKS - 1) / a->v.h + 1;
     const size_t heads = (size_t)a->v.h, size = (size_t)a->q.d * (size_t)a->v.d;
     size_t at = 0, items, rows, squares, values, states, begins;
     int64_t i;
     memset(w, 0, sizeof *w);
     for (i = 0; i < a->q.n; i = upipe_linear_chunk_end(a, i)) ++w->chunks;
-    w->run = (UPI_CUDA_LINEAR_BLOCKS - 1) / a->v.h + 1;
+    w->run = least;
     while (back && w->run < UPI_CUDA_LINEAR_RUN_MAX && (int64_t)w->run * w->run * 4 < w->chunks) ++w->run;
     if (w->run > w->chunks) w->run = (int)w->chunks;
     w->runs_n = w->chunks > 0 ? (w->chunks + w->run - 1) / w->run : 0;
@@ -61,7 +62,10 @@ UPIPE_API size_t upi_cuda_linear_layout(upi_cuda_linear_parts *w, const upipe_li
     squares = rows * (size_t)a->chunk;
     values = rows * (size_t)a->v.d;
     states = items * size;
-    begins = (size_t)w->runs_n * heads * size;
+    /* a longer run has fewer of them, but more chunks take no less scratch: those that the run before it has at most */
+    begins = (size_t)w->runs_n;
+    if (w->run > least) begins = upipe_max_bytes(begins, 4 * ((size_t)w->run - 1));
+    begins *= heads * size;
 #define UPI_CUDA_LINEAR_PLACE(name, type, needed, count) \
     w->name = (type *)upi_cuda_linear_place(a->work, &at, needed, count, sizeof(type))
     UPI_CUDA_LINEAR_PLACE(sums, double, 1, rows);

@@ -18,7 +18,6 @@
 #define LLAMA_MODEL_H
 
 #include "upipe/upipe.h"
-#include "../../common/rules.h"
 #include "activations.h"
 #include "layout.h"
 #include "rope.h"
@@ -45,7 +44,7 @@ typedef struct model {
     upipe_fpdt fpdt;        /* its description and segments; 0 segments: the sequence is not cut */
     int64_t rows;           /* of this rank, of all sequences */
     llama_rates rates;      /* of RoPE, for the tokens of the plan */
-    upipe_linear_ops rules; /* of linear attention, the CPU's */
+    upipe_linear_ops rules; /* of linear attention, the device's */
     size_t tile_bytes;      /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
     int zero;              /* stage: what is sharded over the ranks */
@@ -102,7 +101,6 @@ static inline upipe_status model_init(model *m, const llama_layout *layout, cons
     m->accumulate = 1;
     m->replicas = 1;
     llama_rates_make(&m->rates, c, d.tokens);
-    rules_cpu(&m->rules);
     return UPIPE_OK;
 }
 

@@ -7,6 +7,7 @@
 #define LLAMA_SETTING_H
 
 #include "../../common/options.h"
+#include "../../common/rules.h"
 #include "model.h"
 #include "plans.h"
 
@@ -70,10 +71,6 @@ static inline upipe_status setting_linear(const setting *s, upipe_err *e)
 {
     const char *const type = llama_families[s->layout->config.family].type;
     if (llama_families[s->layout->config.family].windows != LLAMA_WINDOWS_LINEAR) return UPIPE_OK;
-    if (s->device != DEVICE_CPU)
-        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                          "--device %s: linear attention, which a %s has, is built for the CPU alone",
-                          device_names[s->device], type);
     if (s->how.ring > 1)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                           "a ring of %d ranks: a %s has linear attention, which is built for teams alone",
@@ -106,6 +103,7 @@ static inline upipe_status setting_model(model *m, const setting *s, int rank, u
     UPIPE_TRY(model_init(m, s->layout, &d, e));
     UPIPE_TRY(method_overlapped(&s->how, &m->plan, e));
     UPIPE_TRY(model_cut(m, s->how.segments, e));
+    rules_of(s->device, &m->rules);
     m->replicas = s->replicas;
     m->replica = rank / s->how.ranks;
     m->tile_bytes = s->tile_bytes;

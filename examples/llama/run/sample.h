@@ -40,6 +40,7 @@ static inline upipe_status sample_model(model *m, const model *trained, upipe_er
     s = model_init(m, trained->layout, &d, e);
     if (s == UPIPE_OK) s = model_cut(m, segments, e);
     m->rates = trained->rates; /* not those of a shorter sequence */
+    m->rules = trained->rules;
     m->tile_bytes = trained->tile_bytes;
     m->zero = trained->zero;
     m->prefetch = trained->prefetch;
