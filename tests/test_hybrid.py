@@ -209,6 +209,10 @@ def test_documents(_):
     for ranks, more in [(1, {}), (3, {'shuffle': 'documents'}), (4, {'accumulate': 2, 'eval': 'all.bin', 'sample': 2})]:
         run(f'many documents, {ranks} ranks', ranks=ranks, **more, **{**flags, 'tokens_file': 'many.bin', 'tokens': 96, 'steps': 9})
 
+    # a window whose borders are none of a chunk's ends makes more chunks than that of the first step, whose borders are
+    packed('odd', list(read(BOOK)[3000:3000 + 1496]), [2] * 249 + [1] + [2] * 500)
+    run('odd borders', **{**flags, 'tokens_file': 'odd.bin', 'tokens': 498, 'steps': 3, 'seed': 3})
+
 
 def test_whole(_):
     """Of a larger model the text part is read, with a note, from one file or several."""
