@@ -230,6 +230,8 @@ def test_whole(_):
     same(run('in parts', said=1, load='parts', data='text'), want, 'in parts')
     write_model('more', WHOLE, {**whole, 'model.audio.weight': ([1], bytes(4))})
     refused([TRAIN, *words_of({'load': 'more', 'data': 'text'})], '.', 1, ['model.audio.weight is no tensor of this model'], lines=2)
+    write_model('twice', WHOLE, {**whole, 'model.norm.weight': tensors['model.norm.weight']})
+    refused([TRAIN, *words_of({'load': 'twice', 'data': 'text'})], '.', 1, ['model.*norm.weight is there twice, by two names'], lines=2)
     # a tied head that is stored beside its embedding
     tied = {**WHOLE, 'tie_word_embeddings': True, 'text_config': {**CONFIG, 'tie_word_embeddings': True}}
     embed = whole['model.language_model.embed_tokens.weight']
