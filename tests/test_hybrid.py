@@ -210,7 +210,7 @@ def test_documents(_):
         run(f'many documents, {ranks} ranks', ranks=ranks, **more, **{**flags, 'tokens_file': 'many.bin', 'tokens': 96, 'steps': 9})
 
     # a window whose borders are none of a chunk's ends makes more chunks than that of the first step, whose borders are
-    packed('odd', list(read(BOOK)[3000:3000 + 1496]), [2] * 249 + [1] + [2] * 500)
+    packed('odd', list(read(BOOK)[3000:3000 + 1499]), [2] * 249 + [1] + [2] * 500)
     run('odd borders', **{**flags, 'tokens_file': 'odd.bin', 'tokens': 498, 'steps': 3, 'seed': 3})
 
 
