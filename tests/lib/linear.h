@@ -470,8 +470,7 @@ static inline void check_linear_strides(upipe_ctx *c)
             for (int64_t j = 0; j < want.n * want.h; ++j) {
                 const float *row = (const float *)upipe_view_at(got, j / want.h, (int)(j % want.h));
                 int whole = 1;
-                for (int e = 0; e < GAP * 4; ++e)
-                    whole &= ((const unsigned char *)(row + want.d))[e] == 0xff;
+                for (int e = 0; e < GAP * 4; ++e) whole &= ((const unsigned char *)(row + want.d))[e] == 0xff;
                 CHECK_BYTES(row, upipe_view_at(want, j / want.h, (int)(j % want.h)), want.d * 4);
                 CHECK_SAY(whole, "view %d: what lies behind row %lld is written", i, (long long)j);
             }
