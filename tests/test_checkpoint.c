@@ -204,7 +204,8 @@ static void truth_fill(truth *t, int64_t step, uint64_t save)
     t->run.clip = 0;
 }
 
-/* rich: 1 with all vectors that a layer may have, 2 with tensors that are stored as one */
+/* rich: 1 with all vectors that a layer may have, 2 with tensors that are stored as one, 3 with layers of two kinds, of which
+ * one has a gate */
 static void truth_make(truth *t, upipe_dtype dtype, int tied, int rich, int64_t vocab)
 {
     llama_config c;
@@ -212,10 +213,19 @@ static void truth_make(truth *t, upipe_dtype dtype, int tied, int rich, int64_t 
     memset(&c, 0, sizeof c);
     c.layers = 2, c.dim = 6, c.hidden = 10, c.vocab = vocab;
     c.heads = 2, c.kv_heads = 1, c.head_dim = 4;
-    c.tied = tied, c.qk_norm = rich == 1;
+    c.tied = tied, c.qk_norm = rich % 2;
     c.attention_bias = rich == 1 ? LLAMA_BIAS_QKVO : LLAMA_BIAS_NONE;
     c.rope_theta = 123456.7, c.norm_eps = 1e-5;
-    c.family = rich == 2 ? LLAMA_IS_PHI3 : rich ? LLAMA_IS_QWEN3 : LLAMA_IS_LLAMA;
+    c.family = rich == 3   ? LLAMA_IS_QWEN3_5
+               : rich == 2 ? LLAMA_IS_PHI3
+               : rich      ? LLAMA_IS_QWEN3
+                           : LLAMA_IS_LLAMA;
+    if (rich == 3) {
+        c.by_layer[0] = LLAMA_LINEAR;
+        c.linear_heads = 4, c.linear_key_heads = 2, c.linear_key_dim = 3, c.linear_value_dim = 5,
+        c.linear_taps = 4;
+        c.rope_partial = 0.5;
+    }
     memset(t, 0, sizeof *t);
     if (llama_layout_init(&t->layout, &c) != 0) abort();
     t->dtype = dtype;
@@ -559,6 +569,34 @@ static void test_slow(void)
 
 /* ---- the same bits ---- */
 
+/* Layers of two kinds: their shapes, and a q_proj with the gate of each head behind its q. */
+static void check_two_kinds(const truth *t, const st_file *f)
+{
+    const llama_config *c = &t->layout.config;
+    const int64_t head = c->head_dim * c->dim, size = (int64_t)upipe_dtype_bytes(t->dtype);
+    const st_tensor *conv = st_find(f, "model.layers.0.linear_attn.conv1d.weight"),
+                    *log = st_find(f, "model.layers.0.linear_attn.A_log"),
+                    *q = st_find(f, "model.layers.1.self_attn.q_proj.weight");
+    char *file;
+    upipe_err err;
+    int64_t i;
+    if (!CHECK(conv != NULL && log != NULL && q != NULL)) return;
+    CHECK(conv->rank == 3 && conv->shape[0] == 32 && conv->shape[1] == 1 && conv->shape[2] == 4);
+    CHECK(log->rank == 1 && log->shape[0] == 4 && log->dtype == ST_F32);
+    CHECK(q->rank == 2 && q->shape[0] == 2 * c->heads * c->head_dim && q->shape[1] == c->dim);
+    CHECK(st_find(f, "model.layers.0.self_attn.q_proj.weight") == NULL);
+    CHECK(st_find(f, "model.layers.1.self_attn.g_proj.weight") == NULL);
+    CHECK(st_find(f, "model.layers.1.linear_attn.A_log") == NULL);
+    file = (char *)buf(q->bytes);
+    CHECK_INT(st_read_raw(f, q, 0, q->n, file, &err), 0);
+    for (i = 0; i < 2 * c->heads; ++i) {
+        const llama_tensor *of = llama_find(&t->layout, i % 2 ? LLAMA_WG : LLAMA_WQ, 1);
+        CHECK_BYTES(file + i * head * size, (char *)t->weights + (of->at + i / 2 * head) * size,
+                    (size_t)(head * size));
+    }
+    free(file);
+}
+
 static void check_files(const truth *t, const char *path)
 {
     upipe_err err = no_err();
@@ -577,7 +615,9 @@ static void check_files(const truth *t, const char *path)
     CHECK(st_metadata(&f, "format") != NULL && strcmp(st_metadata(&f, "format"), "pt") == 0);
     CHECK((st_find(&f, "lm_head.weight") == NULL) == t->layout.config.tied);
     CHECK((st_find(&f, "model.layers.1.self_attn.q_norm.weight") != NULL) == t->layout.config.qk_norm);
-    CHECK((st_find(&f, "model.layers.1.self_attn.o_proj.bias") != NULL) == t->layout.config.qk_norm);
+    CHECK((st_find(&f, "model.layers.1.self_attn.o_proj.bias") != NULL) ==
+          (t->layout.config.attention_bias != LLAMA_BIAS_NONE));
+    if (config.family == LLAMA_IS_QWEN3_5) check_two_kinds(t, &f);
     for (i = 0; i < t->layout.n; ++i) {
         const llama_tensor *want = &t->layout.tensors[i];
         const llama_tensor *stored = t->layout.stored; /* the one that has it */
@@ -587,7 +627,10 @@ static void check_files(const truth *t, const char *path)
         got = st_find(&f, stored->name);
         if (!CHECK(got != NULL)) continue;
         CHECK_INT(got->dtype, want->is_vector || t->dtype == UPIPE_F32 ? ST_F32 : ST_BF16);
-        CHECK_INT(st_read_raw(&f, got, want->at - stored->at, 1, bytes, &err), 0);
+        CHECK_INT(st_read_raw(&f, got,
+                              want->kind == LLAMA_WG ? config.head_dim * config.dim : want->at - stored->at,
+                              1, bytes, &err),
+                  0);
         if (want->is_vector) CHECK_BYTES(bytes, t->vectors + want->at, 4);
         if (!want->is_vector && t->dtype == UPIPE_BF16)
             CHECK_BYTES(bytes, (uint16_t *)t->weights + want->at, 2);
@@ -615,13 +658,16 @@ static void check_read(const team_run *r, int ranks)
 static void test_bits(void)
 {
     int kind, ranks, loading;
-    for (kind = 0; kind < 8; ++kind) {
+    for (kind = 0; kind < 10; ++kind) {
         truth t;
         team_run r;
         memset(&r, 0, sizeof r);
         r.fails = -1;
         /* one vocabulary makes the embedding larger than a chunk */
-        truth_make(&t, kind & 1 ? UPIPE_BF16 : UPIPE_F32, kind >> 1 & 1, kind >> 2 & 1 ? 1 : kind & 2,
+        truth_make(&t, kind & 1 ? UPIPE_BF16 : UPIPE_F32, kind >> 1 & 1,
+                   kind >= 8       ? 3
+                   : kind >> 2 & 1 ? 1
+                                   : kind & 2,
                    kind < 2 ? 100003 : 11);
         for (ranks = 1; ranks <= 4; ++ranks) {
             truth_fill(&t, ranks, (uint64_t)kind);
@@ -1446,16 +1492,21 @@ static void test_optimizers(void)
 #define MINISTRAL "\"model_type\":\"ministral\",\"num_key_value_heads\":2,\"head_dim\":16," NUMBERS
 #define CWM \
     "\"model_type\":\"cwm\",\"rope_parameters\":{\"rope_type\":\"default\"},\"num_key_value_heads\":2," NUMBERS
-#define SMOLLM3     "\"model_type\":\"smollm3\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
-#define SEED        "\"model_type\":\"seed_oss\",\"num_key_value_heads\":2," NUMBERS
-#define ERNIE       "\"model_type\":\"ernie4_5\",\"num_key_value_heads\":2," NUMBERS
-#define PHI3        "\"model_type\":\"phi3\",\"pad_token_id\":null," NUMBERS
-#define GLM         "\"model_type\":\"glm\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
-#define GLM4        "\"model_type\":\"glm4\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
-#define GRANITE     "\"model_type\":\"granite\"," NUMBERS
-#define EXAONE4     "\"model_type\":\"exaone4\",\"num_key_value_heads\":2," NUMBERS
-#define GEMMA3      "\"model_type\":\"gemma3_text\",\"num_key_value_heads\":2," NUMBERS
-#define GEMMA2      "\"model_type\":\"gemma2\",\"num_key_value_heads\":2," NUMBERS
+#define SMOLLM3 "\"model_type\":\"smollm3\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
+#define SEED    "\"model_type\":\"seed_oss\",\"num_key_value_heads\":2," NUMBERS
+#define ERNIE   "\"model_type\":\"ernie4_5\",\"num_key_value_heads\":2," NUMBERS
+#define PHI3    "\"model_type\":\"phi3\",\"pad_token_id\":null," NUMBERS
+#define GLM     "\"model_type\":\"glm\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
+#define GLM4    "\"model_type\":\"glm4\",\"num_key_value_heads\":2,\"pad_token_id\":null," NUMBERS
+#define GRANITE "\"model_type\":\"granite\"," NUMBERS
+#define EXAONE4 "\"model_type\":\"exaone4\",\"num_key_value_heads\":2," NUMBERS
+#define GEMMA3  "\"model_type\":\"gemma3_text\",\"num_key_value_heads\":2," NUMBERS
+#define GEMMA2  "\"model_type\":\"gemma2\",\"num_key_value_heads\":2," NUMBERS
+#define QWEN3_5                                                                               \
+    "\"model_type\":\"qwen3_5_text\",\"num_key_value_heads\":2,\"linear_num_value_heads\":4," \
+    "\"linear_num_key_heads\":2,\"linear_key_head_dim\":8,\"linear_value_head_dim\":16,"      \
+    "\"linear_conv_kernel_dim\":4," NUMBERS
+#define LINEAR      "\"linear_attention\""
 #define FULL        "\"full_attention\""
 #define SLIDES      "\"sliding_attention\""
 #define ROPE(words) ",\"max_position_embeddings\":64,\"rope_scaling\":{" words "}"
@@ -1484,8 +1535,11 @@ static const struct {
     {"{" NUMBERS ",\"model_type\":null}", "model_type is not a string"},
     {"{" NUMBERS ",\"model_type\":3}", "model_type is not a string"},
     {"{" NUMBERS ",\"model_type\":\"gemma\"}",
-     "model_type gemma ((none)) is not built, only llama, mistral, qwen2, qwen3, ministral, cwm, "
-     "smollm3, seed_oss, ernie4_5, phi3, glm, glm4, granite, exaone4, gemma3_text, gemma2"},
+     "model_type gemma ((none)) is not built; docs/models.md has those that are"},
+    {"{" NUMBERS ",\"model_type\":\"qwen3_5_moe_text\",\"architectures\":[\"Qwen3_5MoeForCausalLM\"]}",
+     "model_type qwen3_5_moe_text (Qwen3_5MoeForCausalLM) is not built"},
+    {"{\"model_type\":\"qwen3_5_moe\",\"text_config\":{" NUMBERS ",\"model_type\":\"qwen3_5_moe_text\"}}",
+     "model_type qwen3_5_moe ((none)) is not built"},
     {"{" LLAMA ",\"architectures\":[\"LlamaForSequenceClassification\"]}",
      "(LlamaForSequenceClassificati) is not"},
     {"{" LLAMA ",\"architectures\":[\"LlamaModel\"]}", "(LlamaModel) is not built"},
@@ -1635,6 +1689,37 @@ static const struct {
      "sliding_window_pattern is a key that is not known of a gemma2"},
     {"{" GEMMA2 ",\"rope_parameters\":{\"full_attention\":{\"rope_theta\":5}}}",
      "rope_parameters has full_attention, which its type default does not use"},
+    {"{" QWEN3_5 "}", NULL},
+    {"{" QWEN3_5 ",\"layer_types\":[" LINEAR "," FULL
+     "],\"full_attention_interval\":2,\"attn_output_gate\":true,"
+     "\"mlp_only_layers\":[],\"mamba_ssm_dtype\":\"float32\"}",
+     NULL},
+    {"{" QWEN3_5 ROPE("\"rope_type\":\"default\",\"mrope_section\":[11,11,10],\"mrope_interleaved\":true,"
+                      "\"partial_rotary_factor\":0.5") "}",
+     NULL},
+    {"{" QWEN3_5 ",\"layer_types\":[" LINEAR "," SLIDES "]}",
+     "layer 1 of layer_types is neither full_attention nor linear_attention"},
+    {"{" QWEN3_5 ",\"layer_types\":[" LINEAR "]}", "layer_types has 1 entries"},
+    {"{" QWEN3_5 ",\"full_attention_interval\":0}", "full_attention_interval is 0"},
+    {"{" QWEN3_5 ",\"attn_output_gate\":false}", "attn_output_gate is not true"},
+    {"{" QWEN3_5 ",\"mlp_only_layers\":[1]}", "mlp_only_layers is no empty list"},
+    {"{" QWEN3_5 ",\"attention_bias\":true}", "attention_bias is set"},
+    {"{" QWEN3_5 ",\"num_experts\":4}", "num_experts is a key that is not known of a qwen3_5_text"},
+    {"{" QWEN3_5 ",\"linear_num_value_heads\":4}", "duplicate"},
+    {"{" NUMBERS ",\"model_type\":\"qwen3_5_text\",\"num_key_value_heads\":2}",
+     "linear_num_value_heads is missing"},
+    {"{\"model_type\":\"qwen3_5\",\"vision_config\":{\"depth\":1},\"image_token_id\":4,\"tie_word_embeddings\":false,"
+     "\"architectures\":[\"Qwen3_5ForConditionalGeneration\"],\"text_config\":{" QWEN3_5 "}}",
+     NULL},
+    {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3_5 "},\"tie_word_embeddings\":true}",
+     "tie_word_embeddings and that of text_config say different things"},
+    {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3_5 "},\"hidden_size\":64}",
+     "hidden_size is a key that is not known of a qwen3_5"},
+    {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3_5 ",\"num_experts\":4}}",
+     "num_experts is a key that is not known of a qwen3_5_text"},
+    {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3 "}}", "text_config is not that of a qwen3_5_text"},
+    {"{\"model_type\":\"qwen3_5\"}", "text_config is not that of a qwen3_5_text"},
+    {"{" LLAMA ",\"text_config\":{" QWEN3_5 "}}", "text_config is set"},
     /* RoPE */
     {"{" LLAMA ",\"partial_rotary_factor\":0.5}", "partial_rotary_factor is 0.5"},
     {"{" LLAMA ROPE("\"type\":\"linear\"") "}", "rope_scaling of the type linear has no factor"},
@@ -1828,6 +1913,10 @@ static void test_layers(void)
         {"{" GEMMA2 ",\"sliding_window\":9,\"attn_logit_softcapping\":null,\"layer_types\":[" SLIDES
          "," SLIDES "]}",
          "..", 9},
+        {"{" QWEN3_5 "}", "LL", 0},
+        {"{" QWEN3_5 ",\"full_attention_interval\":2}", "L.", 0},
+        {"{" QWEN3_5 ",\"layer_types\":[" FULL "," LINEAR "]}", ".L", 0},
+        {"{" QWEN3_5 ",\"layer_types\":[" FULL "," FULL "]}", "..", 0},
         {"{" SMOLLM3 "}", "..", 0},
         {"{" SMOLLM3 ",\"no_rope_layer_interval\":2}", ".N", 0},
         {"{" SMOLLM3 ",\"no_rope_layers\":[0,1]}", "N.", 0},
@@ -1847,7 +1936,7 @@ static void test_layers(void)
         write_text(path, files[i].text);
         CHECK_SAY(llama_config_read(&c, NULL, path, NULL, &err) == 0, "%s: %s", files[i].text, err.text);
         CHECK_SAY(c.window == files[i].window, "%s: %d", files[i].text, (int)c.window);
-        for (k = 0; k < 2; ++k) CHECK_SAY(files[i].layers[k] == ".ANB"[c.by_layer[k]], "%s", files[i].text);
+        for (k = 0; k < 2; ++k) CHECK_SAY(files[i].layers[k] == ".ANBL"[c.by_layer[k]], "%s", files[i].text);
         unlink(path);
         CHECK_SAY(llama_config_write(&c, UPIPE_F32, 77, path, &err) == 0, "%s", err.text);
         CHECK_SAY(llama_config_read(&back, &dtype, path, NULL, &err) == 0, "%s", err.text);
@@ -1863,7 +1952,8 @@ static void test_keys(void)
         "{" LLAMA ",%s1}",     "{" MISTRAL ",%s1}", "{" QWEN2 ",%s1}",   "{" QWEN3 ",%s1}",
         "{" MINISTRAL ",%s1}", "{" CWM ",%s1}",     "{" SMOLLM3 ",%s1}", "{" SEED ",%s1}",
         "{" ERNIE ",%s1}",     "{" PHI3 ",%s1}",    "{" GLM ",%s1}",     "{" GLM4 ",%s1}",
-        "{" GRANITE ",%s1}",   "{" EXAONE4 ",%s1}", "{" GEMMA3 ",%s1}",  "{" GEMMA2 ",%s1}"};
+        "{" GRANITE ",%s1}",   "{" EXAONE4 ",%s1}", "{" GEMMA3 ",%s1}",  "{" GEMMA2 ",%s1}",
+        "{" QWEN3_5 ",%s1}"};
     static const char *const unknown[] = {"attn_softcapping", "logit_scale", "use_cach",
                                           "num_experts",      "activation",  "clip_qkv"};
     char path[1200], text[1600], key[100], word[80];

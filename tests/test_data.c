@@ -332,6 +332,7 @@ static void test_packed(int by_end, int masked)
     if (masked) q.mask = in("mask");
     if (!opens(&d, &q, NULL)) return;
     CHECK_INT(d.documents.n, 6);
+    CHECK_INT(data_documents_max(&d), 5); /* parts of two, and of 1, 1 and 5 tokens */
     CHECK(d.packed);
     data_order_init(&order);
     for (k = 0; k < d.windows; ++k) {
@@ -347,7 +348,7 @@ static void test_packed(int by_end, int masked)
             CHECK_INT(targets[i], counts ? tokens_at(&d.ids, &file, at + 1) : DATA_IGNORE);
         }
         n = data_borders(&d, &order, w, 1000, cu);
-        CHECK(n + 1 <= data_borders_max(&d, 1));
+        CHECK(n + 1 <= data_borders_max(&d, 1) && n <= data_documents_max(&d));
         CHECK_INT(cu[0], 1000);
         CHECK_INT(cu[n], 1000 + WINDOW);
         for (i = 1, w *= WINDOW; i < WINDOW; ++i) {

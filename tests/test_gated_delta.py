@@ -6,7 +6,6 @@ the module in double precision. PROGRAM is test_linear_layer, which runs a layer
 PyTorch and transformers the test is left out (status 77).
 """
 
-import contextlib
 import os
 import struct
 import sys
@@ -21,6 +20,7 @@ try:
     import torch
     from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
     from transformers.models.qwen3_next import configuration_qwen3_next, modeling_qwen3_next
+    from wide import in_double
 except ImportError:
     other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
     print('left out: transformers, as no Python here has a version with Qwen3.5, and PyTorch')
@@ -36,23 +36,10 @@ BOUND = 1e-5
 LAYERS = [(80, (32, 4, 2, 16, 24, 4)), (200, (48, 6, 2, 32, 16, 4)), (130, (24, 2, 2, 20, 40, 3)), (67, (64, 2, 1, 128, 128, 2))]
 
 
-class Wide:
-    """PyTorch whose single precision is double: for modules that compute in f32, whatever they are given."""
-
-    def __getattr__(self, name):
-        return torch.float64 if name == 'float32' else getattr(torch, name)
-
-
 def module_of(modeling, config_class, name, shape):
     config = config_class(**dict(zip(SHAPE, shape)), rms_norm_eps=EPS, hidden_act='silu', num_hidden_layers=1,
                           layer_types=['linear_attention'])
     return getattr(modeling, name)(config, 0)
-
-
-@contextlib.contextmanager
-def in_double(modeling):
-    with mock.patch.object(modeling, 'torch', Wide()), mock.patch.object(torch.Tensor, 'float', torch.Tensor.double):
-        yield
 
 
 def run_module(modeling, module, x, dy):

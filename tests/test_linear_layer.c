@@ -211,7 +211,7 @@ int main(int argc, char **argv)
 {
     upipe_cpu_linear(&rules);
     if (argc == 3) return run_file(argv[1], atoi(argv[2]));
-    check_drawn(BRIEF ? 4 : 16);
+    check_drawn(BRIEF ? 4 : test_full() ? 16 : 8);
     check_bits(UPIPE_F16);
     test_threads();
     check_documents();

@@ -136,14 +136,17 @@ static upipe_status way_rank(way *w, trainer *t)
     trainer_batch batch;
     trainer_result result;
     upipe_view x;
+    const int64_t batch_n = t->m.plan.desc.batch;
     int64_t valid, targeted = 0;
-    for (int part = 0; part < model_parts(&t->m); ++part) {
-        const upipe_shard shard = model_shard(&t->m, part);
-        for (int64_t b = 0; b < BATCH; ++b) {
-            for (int64_t i = 0; i < shard.n; ++i) {
-                targeted += g->targets[b * TOKENS + upipe_shard_pos(&shard, i)] >= 0;
-                *input++ = g->inputs[b * TOKENS + upipe_shard_pos(&shard, i)];
-                *target++ = g->targets[b * TOKENS + upipe_shard_pos(&shard, i)];
+    for (int64_t first = 0; first < BATCH; first += batch_n) {
+        for (int part = 0; part < model_parts(&t->m); ++part) {
+            const upipe_shard shard = model_shard(&t->m, part);
+            for (int64_t b = first; b < first + batch_n; ++b) {
+                for (int64_t i = 0; i < shard.n; ++i) {
+                    targeted += g->targets[b * TOKENS + upipe_shard_pos(&shard, i)] >= 0;
+                    *input++ = g->inputs[b * TOKENS + upipe_shard_pos(&shard, i)];
+                    *target++ = g->targets[b * TOKENS + upipe_shard_pos(&shard, i)];
+                }
             }
         }
     }
@@ -160,9 +163,13 @@ static upipe_status way_rank(way *w, trainer *t)
     }
     UPIPE_TRY(trainer_begin(t, &batch, &valid, &result));
     CHECK_INT(valid, g->valid);
-    UPIPE_TRY(trainer_tokens(t, &batch, 0));
-    UPIPE_TRY(model_fwd(&t->r, &x, 1));
-    UPIPE_TRY(model_bwd(&t->r, x, (float)(1.0 / (double)valid)));
+    for (int64_t i = 0; i < t->m.accumulate; ++i) {
+        t->state.zero[LLAMA_WEIGHTS].round = (int)i;
+        UPIPE_TRY(trainer_tokens(t, &batch, i));
+        UPIPE_TRY(model_fwd(&t->r, &x, 1));
+        UPIPE_TRY(model_bwd(&t->r, x, (float)(1.0 / (double)valid)));
+        if (i + 1 < t->m.accumulate) UPIPE_TRY(trainer_losses(t));
+    }
     model_phase(&t->r, MODEL_UPDATE);
     to_host = 0;
     UPIPE_TRY(trainer_reduce(t, g->valid, &result));
@@ -205,6 +212,7 @@ static upipe_status way_main(void *user, int rank)
     desc.ring_rank = rank / desc.ranks;
     s = model_init(&m, &w->g->layout, &desc, &c.err);
     if (s == UPIPE_OK) s = model_cut(&m, w->segments, &c.err);
+    m.accumulate = BATCH / desc.batch;
     m.activations = w->activations;
     m.zero = w->zero;
     if (s == UPIPE_OK) s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
@@ -224,8 +232,10 @@ static void way_run_zero(way *w, const golden *g, upipe_plan_desc desc, int segm
     int mark;
     *w = (way){.g = g, .desc = desc};
     w->desc.tokens = TOKENS;
-    w->desc.batch = BATCH;
+    w->desc.batch =
+        llama_has_linear(&g->layout.config) ? 1 : BATCH; /* linear attention takes one sequence at a time */
     w->activations.kind = kind;
+    w->activations.k = kind == ACTIVATIONS_SAO || kind == ACTIVATIONS_BLOCKS ? 2 : 0;
     w->segments = segments;
     w->zero = zero;
     w->ops = cpu_table();
@@ -418,8 +428,8 @@ static test_rng stream_of(const char *before, const char *name)
 static void draw_tensor(const llama_tensor *t, float *out)
 {
     test_rng r = stream_of("", t->name);
-    const int norm = t->is_vector && !llama_is_bias(t->kind);
-    const double scale = norm || !(t->is_vector || t->kind == LLAMA_EMBED) ? 0.25 : 0.5;
+    const int norm = llama_is_norm(t->kind) || t->kind == LLAMA_LINEAR_NORM;
+    const double scale = llama_is_bias(t->kind) || t->kind == LLAMA_EMBED ? 0.5 : 0.25;
     for (int64_t i = 0; i < t->n; ++i)
         out[i] = (float)(norm + scale * ((double)(test_u64(&r) >> 53) / 1024 - 1));
 }
@@ -480,6 +490,23 @@ static void check_family(const golden *g, const way *w, const json_t *row, const
     }
 }
 
+/* A model with linear attention in teams of every size, where ranks hold parts of a chunk: its numbers, and the same bits
+ * whatever is kept and sharded and how many heads a stage has; sharded gradients are summed by micro-batches. */
+static void check_linear(const golden *g, const json_t *row, const char *type)
+{
+    static const int kinds[] = {ACTIVATIONS_OFFLOAD, ACTIVATIONS_SAC, ACTIVATIONS_SAO, ACTIVATIONS_BLOCKS};
+    for (int ranks = 1; ranks <= RANKS_MAX; ++ranks) {
+        way one, other;
+        for (int zero = 0; zero < 4; ++zero) {
+            if (zero % 2 == 0) way_run_zero(&one, g, team_of(ranks, 4), 0, ACTIVATIONS_AC, zero);
+            if (zero % 2 == 0) check_family(g, &one, row, type);
+            way_run_zero(&other, g, team_of(ranks, ranks), 0, kinds[zero], zero);
+            CHECK_SAY(same_bits(&one, &other), "%s on %d ranks: ZeRO %d and activations %d give other bits",
+                      type, ranks, zero, kinds[zero]);
+        }
+    }
+}
+
 /* Each family, alone, in a team, in a ring and in segments; in short, a third of them in one of these. */
 static void test_families(const char *path)
 {
@@ -494,8 +521,11 @@ static void test_families(const char *path)
         if (!CHECK_SAY(row != NULL, "%s has no %s: make_families.py makes it", path, type)) continue;
         family_open(&g, row);
         CHECK_INT(g.layout.config.family, i);
+        if (llama_has_linear(&g.layout.config)) check_linear(&g, row, type);
         for (int k = 0; k < 4; ++k) {
             way w;
+            if (llama_has_linear(&g.layout.config) && k > 1)
+                continue; /* neither rings nor segments are built */
             if (test_brief() && (k != i % 4 || i % 3 != 0)) continue;
             way_run(&w, &g, ways[k], k == 3 ? 3 : 0, k == 3 ? ACTIVATIONS_OFFLOAD : ACTIVATIONS_AC);
             check_family(&g, &w, row, type);

@@ -42,7 +42,10 @@ static void test_rows(void)
         check_words(f->idle, f->keys);
         check_words(f->keys, llama_keys_idle);
         check_words(f->idle, llama_keys_idle);
-        CHECK((f->windows != LLAMA_WINDOWS_NONE) == llama_is_word(f->keys, "sliding_window"));
+        CHECK((f->windows != LLAMA_WINDOWS_NONE && f->windows != LLAMA_WINDOWS_LINEAR) ==
+              llama_is_word(f->keys, "sliding_window"));
+        CHECK((f->whole == NULL) == (f->part == NULL) && (f->whole == NULL) == (f->others == NULL));
+        check_words(f->rope_idle != NULL ? f->rope_idle : "", llama_keys);
         CHECK(f->norm_eps > 0 && f->rope_theta >= 1 && f->window >= 0 && f->pad >= 0);
     }
 }
@@ -82,7 +85,7 @@ static void print_keys(FILE *f, const char *words)
 static void print_row(FILE *f, const llama_family *one)
 {
     static const char *const windows[] = {"none", "all layers", "with `use_sliding_window`, by layer",
-                                          "by layer"};
+                                          "by layer", "none; linear attention by layer"};
     static const char *const biases[] = {"none", "q, k, v", "q, k, v, o"};
     fprintf(f, "| `%s` | %s | %s%s | %s%s |", one->type, one->architecture,
             llama_is_word(one->keys, "attention_out_bias") ? "q, k, v; o" : biases[one->bias],
@@ -91,16 +94,19 @@ static void print_row(FILE *f, const llama_family *one)
             : one->nope                                ? "; RoPE where there is one"
             : one->local > 0                           ? ", with a theta of their own"
                                                        : "");
-    fprintf(f, " %s%s%s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
+    fprintf(f, " %s%s%s%s%s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
             one->norms == LLAMA_NORMS_RESULTS ? "norms of both halves' results alone; "
             : one->norms != LLAMA_NORMS_PRE   ? "norms of both halves' results; "
                                               : "",
-            one->gemma ? "1 + weight; GELU; the embedding times the root of hidden_size; " : "",
+            one->fused & LLAMA_FUSED_GATE ? "attention's output times a gate; " : "",
+            one->shifted ? "1 + weight; " : "",
+            one->gemma ? "GELU; the embedding times the root of hidden_size; " : "",
             one->logit_cap > 0 ? "soft-caps; " : "",
             llama_is_word(one->keys, "embedding_multiplier") ? "multipliers; " : "",
             one->interleaved ? "interleaved pairs; " : "", one->partial > 0 ? "a part of the head; " : "",
             one->ropes ? "default and longrope alone" : "all types of RoPE");
-    fprintf(f, " %s%s |\n", one->fused & LLAMA_FUSED_QKV ? "`qkv_proj` " : "",
+    fprintf(f, " %s%s%s |\n", one->fused & LLAMA_FUSED_QKV ? "`qkv_proj` " : "",
+            one->fused & LLAMA_FUSED_GATE ? "`q_proj`, of q and the gate head by head" : "",
             one->fused & LLAMA_FUSED_MLP ? "`gate_up_proj`"
             : one->fused                 ? ""
                                          : "-");
@@ -164,6 +170,21 @@ static void print_page(FILE *f)
         fputs(" | ", f);
         print_keys(f, llama_families[i].idle);
         fputs(" |\n", f);
+    }
+    for (i = 0; i < LLAMA_FAMILIES; ++i) {
+        const llama_family *one = &llama_families[i];
+        if (one->whole == NULL) continue;
+        fprintf(f, "\nIn `rope_parameters` of a `%s` these change nothing: ", one->type);
+        print_keys(f, one->rope_idle);
+        fprintf(
+            f,
+            ": the positions of a text are the same in all three of its sections. A file of a\n`%s` is read too, with a "
+            "note: of it `text_config` counts, and the tensors `%s*`.\nBeside these the file may have the keys ",
+            one->whole, one->part);
+        print_keys(f, llama_keys_whole);
+        fputs(" and tensors ", f);
+        print_keys(f, one->others);
+        fprintf(f, "\n(what their names begin with). What is saved is a `%s`.\n", one->type);
     }
     fputs("\n## By name\n\n`upipe-plan --model NAME` knows these: ", f);
     for (i = 0; i < (int)PRESETS; ++i) fprintf(f, "%s`%s`", i > 0 ? ", " : "", presets[i].name);

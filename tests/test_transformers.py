@@ -10,11 +10,13 @@ train saves, transformers reads. Where no Python here has both packages the test
 
 import contextlib
 import copy
+import functools
 import json
 import os
 import struct
 import sys
 import tempfile
+from unittest import mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import Ended, check, end, equal, load, needed, other_python, read, run_command, write  # pylint: disable=wrong-import-position
@@ -28,6 +30,8 @@ try:
     if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
         raise ImportError('rope_parameters came with 5')
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+    from wide import in_double
 except ImportError:
     other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
     print('left out: transformers, as no Python here has version 5 of it and PyTorch')
@@ -61,6 +65,12 @@ FAMILIES = [('Qwen2', {'tie_word_embeddings': False, 'pad_token_id': 101, 'use_s
                         'final_logit_softcapping': 3.0}),
             ('SeedOss', {'attention_dropout': 0.0, 'residual_dropout': 0.0, 'pad_token_id': None}),
             ('Ernie4_5', {'pad_token_id': 101})]
+# Layers of linear attention among others, and more of them than the padding's row; alone and in teams whose cuts are no multiples
+# of the rule's chunk.
+LINEAR = ('Qwen3_5Text', {'layer_types': ['linear_attention', 'full_attention', 'linear_attention'], 'linear_num_key_heads': 2,
+                          'linear_num_value_heads': 4, 'linear_key_head_dim': 24, 'linear_value_head_dim': 16,
+                          'tie_word_embeddings': False, 'pad_token_id': 101})
+LINEAR_WAYS = [('--ranks', '1'), ('--ranks', '2', '--method', 'upipe'), ('--ranks', '3', '--method', 'ulysses')]
 # Types of RoPE; 64 tokens are more than those of the training before.
 ROPES = [{'rope_type': 'linear', 'factor': 4.0}, {'rope_type': 'dynamic', 'factor': 2.0},
          {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
@@ -105,6 +115,8 @@ class Angles(torch.nn.Module):
         return one['rope_theta'] ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims) / slower
 
     def forward(self, x, position_ids, layer_type=None):
+        if position_ids.dim() == 3:  # of time, height and width, which of a text are the same
+            position_ids = position_ids[0]
         angles = (position_ids[..., None].double() * self.rates[layer_type]).repeat(1, 1, 2)
         return (angles.cos() * self.factor).to(x.dtype), (angles.sin() * self.factor).to(x.dtype)
 
@@ -131,9 +143,18 @@ def widened(model, rope=None):
     model.model.rotary_emb = Angles(model.config, rope)
     for m in model.modules():
         if type(m).__name__.endswith('RMSNorm'):
-            one, eps = (1, m.eps) if type(m).__name__.startswith('Gemma') else (0, m.variance_epsilon)
+            one, eps = (1, m.eps) if type(m).__name__.startswith(('Gemma', 'Qwen3_5')) else (0, m.variance_epsilon)
             m.forward = lambda x, m=m, one=one, eps=eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (one + m.weight)
+    if type(model).__name__.startswith('Qwen3_5'):
+        model.forward = forward_in_double(model.forward)
     return model
+
+
+def forward_in_double(forward):
+    def widely(*words, **more):
+        with in_double(modeling_qwen3_5):
+            return forward(*words, **more)
+    return widely
 
 
 def run_model(model, ids):
@@ -144,6 +165,16 @@ def run_model(model, ids):
     loss.backward()
     return {'loss': loss.detach(), 'logits': logits.detach(),
             **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def runs_in_f32(model, ids):
+    """run_model; of linear attention also with other chunks and token by token, which round otherwise: the greatest error counts."""
+    runs, rule = [run_model(model, ids)], modeling_qwen3_5.torch_chunk_gated_delta_rule
+    if type(model).__name__.startswith('Qwen3_5'):
+        for other in (functools.partial(rule, chunk_size=32), modeling_qwen3_5.torch_recurrent_gated_delta_rule):
+            with mock.patch.object(modeling_qwen3_5, 'torch_chunk_gated_delta_rule', other):
+                runs.append(run_model(model, ids))
+    return runs
 
 
 def run(program, folder, *words):
@@ -171,8 +202,8 @@ def read_npy(path):
 def compare(what, got, rounded, exact):
     equal(sorted(got), sorted(exact), f'{what}: names')
     for name in got.keys() & exact.keys():
-        off, theirs, most = ((a - b).abs().max().item() for a, b in (
-            (got[name], exact[name]), (rounded[name], exact[name]), (exact[name], torch.zeros(()))))
+        off, most = ((a - b).abs().max().item() for a, b in ((got[name], exact[name]), (exact[name], torch.zeros(()))))
+        theirs = max((one[name] - exact[name]).abs().max().item() for one in rounded)
         floor = 4 * torch.finfo(torch.float32).eps * most
         check(most > 1e-6 and off <= 2 * theirs + floor,
               f'{what}: {name}, at most {most:.3g}, is off by {off:.3g}, transformers in f32 by {theirs:.3g}')
@@ -200,7 +231,7 @@ def test_model(name, more, ways, ids, folder):
     model = make_model(name, more)
     model_at = f'{name}{len(more)}'
     model.save_pretrained(os.path.join(folder, model_at))
-    exact, rounded = run_model(widened(model), ids), run_model(model, ids)
+    exact, rounded = run_model(widened(model), ids), runs_in_f32(model, ids)
     for number, way in enumerate(ways):
         what, save = f'{name} {" ".join(way)}', f'{model_at}-{number}'
         numbers = run_train(folder, way, '--load', model_at, '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', save)
@@ -208,7 +239,22 @@ def test_model(name, more, ways, ids, folder):
         path = os.path.join(folder, save, 'checkpoint-1')
         compare(what, got_of(path, numbers, folder), rounded, exact)
         loss = run_model(read_again(path, name, dict(model.named_parameters()), what), ids)['loss']
-        check(abs(loss - rounded['loss']) < 1e-6, f'{what}: saved, the loss is {loss}, not {rounded["loss"]}')
+        check(abs(loss - rounded[0]['loss']) < 1e-6, f'{what}: saved, the loss is {loss}, not {rounded[0]["loss"]}')
+
+
+def test_whole(ids, folder):
+    """Of a larger model that transformers has saved the text part is the same model."""
+    text = make_model(*LINEAR)
+    config = transformers.Qwen3_5Config(text_config=text.config.to_dict(), vision_config={
+        'depth': 1, 'hidden_size': 32, 'intermediate_size': 32, 'num_heads': 2, 'out_hidden_size': text.config.hidden_size})
+    whole = transformers.Qwen3_5ForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.save_pretrained(os.path.join(folder, 'whole'))
+    numbers = run_train(folder, ('--ranks', '2'), '--load', 'whole', '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', 'part')
+    read_again(os.path.join(folder, 'part', 'checkpoint-1'), LINEAR[0], dict(text.named_parameters()), 'of a larger model')
+    loss = run_model(widened(text), ids)['loss'].item()
+    check(abs(loss - numbers['loss'][0]) < 1e-6 * loss, f'of a larger model: {numbers["loss"]}, transformers has {loss}')
 
 
 def check_rates(config, rope, what):
@@ -219,18 +265,18 @@ def check_rates(config, rope, what):
         check(abs(ours - theirs) <= 1e-6 * theirs, f'{what}: {ours}, transformers has {theirs}')
 
 
-def test_rope(number, rope, ids, folder):
+def test_rope(number, rope, name, more, ways, ids, folder):
     """Rates, and what comes of them; and what is saved."""
-    way, save = WAYS[number % len(WAYS)], f'rope{number}'
-    what = f'{rope["rope_type"]} {" ".join(way)}'
-    model = make_model('Llama', {'tie_word_embeddings': True}, rope, 32 if rope['rope_type'] == 'dynamic' else 128)
+    way, save = ways[number % len(ways)], f'rope{number}'
+    what = f'{name} {rope["rope_type"]} {" ".join(way)}'
+    model = make_model(name, more, rope, 32 if rope['rope_type'] == 'dynamic' else 128)
     model.save_pretrained(os.path.join(folder, save + 'from'))
     numbers = run_train(folder, way, '--load', save + 'from', '--steps', 1, '--lr', 0, '--min-lr', 0, '--save', save)
     check_rates(model.config, numbers['rope'], what)
     run(LOGITS, folder, '--load', save + 'from', '--ids', 'ids.npy', '--out', 'out.npy', *way)
     path = os.path.join(folder, save, 'checkpoint-1')
-    compare(what, got_of(path, numbers, folder), run_model(model, ids), run_model(widened(model, numbers['rope']), ids))
-    check_rates(read_again(path, 'Llama', dict(model.named_parameters()), what).config, numbers['rope'], f'{what}, saved')
+    compare(what, got_of(path, numbers, folder), runs_in_f32(model, ids), run_model(widened(model, numbers['rope']), ids))
+    check_rates(read_again(path, name, dict(model.named_parameters()), what).config, numbers['rope'], f'{what}, saved')
 
 
 def test_new(name, flags, ids, folder):
@@ -280,7 +326,7 @@ def window_losses(model, ids, ends, first):
 def adamw_losses(exact, steps, loss_of):
     """Those of so many steps of AdamW."""
     groups = [{'params': [p for p in exact.parameters() if p.dim() == 2], 'weight_decay': DECAY},
-              {'params': [p for p in exact.parameters() if p.dim() < 2], 'weight_decay': 0}]
+              {'params': [p for p in exact.parameters() if p.dim() != 2], 'weight_decay': 0}]
     adamw, losses = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS), []
     for step in range(steps):
         exact.zero_grad()
@@ -298,12 +344,17 @@ def train_losses(folder, way, *words):
     return load(os.path.join(folder, 'out.json'))
 
 
-def check_losses(what, got, losses):
-    off = max(abs(a - b) / b for a, b in zip(got, losses))
-    check(len(got) == len(losses) and off <= 1e-5, f'{what}: {got}, PyTorch has {losses}: off by {off:.3g}')
+def furthest(got, losses):
+    return max(abs(a - b) / b for a, b in zip(got, losses))
 
 
-def test_packed(name, more, ids, folder):
+def check_losses(what, got, losses, theirs=0):
+    """theirs: how far transformers in f32 is off; Adam makes much of what is rounded in small gradients."""
+    off = furthest(got, losses)
+    check(len(got) == len(losses) and off <= max(1e-5, 2 * theirs), f'{what}: {got}, PyTorch has {losses}: off by {off:.3g}')
+
+
+def test_packed(name, more, ways, ids, folder):
     """Twenty steps of AdamW over two epochs and more of packed documents, in f64."""
     ids = torch.tensor(list(read(BOOK)[5000:5000 + sum(LENGTHS)]))
     ends = [sum(LENGTHS[:i + 1]) for i in range(len(LENGTHS))]
@@ -312,28 +363,29 @@ def test_packed(name, more, ids, folder):
     exact = widened(model)
     windows = (len(ids) - 2) // TOKENS + 1
 
-    def loss_of(step):
+    def loss_of(trained, step):
         parts = []
         for at in range(step * BATCH, (step + 1) * BATCH):
-            parts.append(window_losses(exact, ids, ends, TOKENS * order(windows, 1, at // windows)[at % windows]))
+            parts.append(window_losses(trained, ids, ends, TOKENS * order(windows, 1, at // windows)[at % windows]))
         return sum(total for total, _ in parts) / sum(count for _, count in parts)
 
-    losses = adamw_losses(exact, STEPS, loss_of)
+    losses = adamw_losses(exact, STEPS, functools.partial(loss_of, exact))
+    theirs = 0 if ways is WAYS else furthest(adamw_losses(model, STEPS, functools.partial(loss_of, model)), losses)
     n = len(LENGTHS)
     write(os.path.join(folder, 'packed.bin'), bytes(ids.tolist()))
     write(os.path.join(folder, 'packed.idx'),
           struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, 1, n, n + 1, *LENGTHS, 0, *ends[:-1], *range(n + 1)))
-    for way in WAYS:
+    for way in ways if ways is WAYS else ():  # linear attention takes one sequence at a time
         got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--batch', BATCH,
                            '--steps', STEPS)
         check_losses(f'packed {name} {" ".join(way)}', got['loss'], losses)
-    for zero, way in enumerate(WAYS):  # the same sequences one by one, their gradients summed
+    for zero, way in enumerate(ways):  # the same sequences one by one, their gradients summed
         got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--accumulate', BATCH,
                            '--zero', zero, '--steps', STEPS)
-        check_losses(f'packed {name} {" ".join(way)}, accumulated, ZeRO {zero}', got['loss'], losses)
+        check_losses(f'packed {name} {" ".join(way)}, accumulated, ZeRO {zero}', got['loss'], losses, theirs)
         got = train_losses(folder, way[2:], '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--replicas', BATCH,
                            '--ranks', BATCH * int(way[1]), '--zero', zero, '--steps', STEPS)
-        check_losses(f'packed {name} {" ".join(way)}, each of {BATCH} replicas, ZeRO {zero}', got['loss'], losses)
+        check_losses(f'packed {name} {" ".join(way)}, each of {BATCH} replicas, ZeRO {zero}', got['loss'], losses, theirs)
 
 
 class Adapted(torch.nn.Module):
@@ -428,9 +480,11 @@ def main():
         write(os.path.join(folder, 'ids.npy'), npy(text[:TOKENS]))
         for test, *case in [*((test_model, *model, WAYS) for model in MODELS),
                             *((test_model, *model, [WAYS[(i + 1) % len(WAYS)]]) for i, model in enumerate(FAMILIES)),
-                            *((test_rope, *one) for one in enumerate(ROPES)), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
+                            *((test_rope, *one, 'Llama', {'tie_word_embeddings': True}, WAYS) for one in enumerate(ROPES)),
+                            (test_rope, len(ROPES), ROPES[3], *LINEAR, LINEAR_WAYS), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
                             (test_new, 'Llama', ['--attention-bias', 'qkvo', '--untied']),
-                            (test_packed, 'Llama', {'tie_word_embeddings': False}), (test_adapter,), (test_long,),
+                            (test_packed, 'Llama', {'tie_word_embeddings': False}, WAYS),
+                            (test_model, *LINEAR, LINEAR_WAYS), (test_packed, *LINEAR, LINEAR_WAYS), (test_whole,), (test_adapter,), (test_long,),
                             (test_new, 'Llama', ['--rope-type', 'yarn', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Llama', ['--rope-type', 'dynamic', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Qwen3', ['--attention-bias', 'qkvo', '--qk-norm']), (test_new, 'Mistral', ['--window', '9'])]:

@@ -36,8 +36,9 @@ UPIPE_API upipe_status upipe_linear_saved_free(upipe_ctx *c, upipe_linear_saved 
 /* upipe_linear_layer_fwd -- y = the layer of x
  *   comm    as in upipe_scan_fwd
  *   save    written: o and states; the backward or upipe_linear_saved_free frees them
- *   y       [n][1][D] view of this rank's tokens, the plan's type, written
- *   x       likewise; y may be x, if no backward follows
+ *   y       [n][1][D] view of this rank's tokens, the plan's type, written; its data NULL: only save is, and
+ *           upipe_linear_layer_out_fwd makes y of it
+ *   x       likewise; y may be x, if the backward is given x again
  *   carry   as in upipe_scan_fwd, of upipe_linear_layer_state_bytes, zeros before the first segment; NULL without segments
  *   bytes   upipe_linear_layer_bytes(.., 0) of the pool; sends upipe_linear_layer_fwd_sent
  *   errors  ARG, UNSUPPORTED, OVERFLOW: nothing happens. MEMORY, MISMATCH, TIMEOUT, ABORTED, those of the rules: team, ring and
@@ -54,7 +55,7 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     int64_t mark;
     if (save != NULL) memset(save, 0, sizeof *save);
     UPIPE_TRY(upi_lin_check(c, comm, l, x));
-    UPIPE_TRY(upi_lin_check_rows(c, l, "y", y));
+    if (y.data != NULL) UPIPE_TRY(upi_lin_check_rows(c, l, "y", y));
     if (save == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: save is NULL");
     mark = upipe_mem_mark(c->mem);
     f = upi_lin_fields(l);
@@ -69,6 +70,29 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     }
     memset(save, 0, sizeof *save);
     return upipe_unwind(c, s, mark, comm);
+}
+
+/* upipe_linear_layer_out_fwd -- y = the layer of x, from what its forward has saved; no rank waits for another
+ *   save    read
+ *   y x     as in the forward; y may be x
+ *   bytes   at most upipe_linear_layer_bytes(.., 0), less what is saved
+ *   errors  ARG, UNSUPPORTED, OVERFLOW: nothing happens. MEMORY, those of the table: team and ring are aborted
+ */
+UPIPE_API upipe_status upipe_linear_layer_out_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_linear_layer *l,
+                                                  const upipe_linear_saved *save, upipe_view y, upipe_view x)
+{
+    upi_lin_pass p;
+    upipe_linear_saved of;
+    upipe_status s;
+    int64_t mark;
+    UPIPE_TRY(upi_lin_check(c, comm, l, x));
+    UPIPE_TRY(upi_lin_check_rows(c, l, "y", y));
+    if (save == NULL || !upi_lin_is_of(l, save)) return upi_lin_refuse_save(c);
+    of = *save;
+    mark = upipe_mem_mark(c->mem);
+    upi_lin_begin(&p, l, &of, x);
+    s = upi_lin_out_fwd(c, &p, y);
+    return s == UPIPE_OK ? s : upipe_unwind(c, s, mark, comm);
 }
 
 /* upipe_linear_layer_bwd -- gradients of x and of the weights
@@ -88,20 +112,16 @@ UPIPE_API upipe_status upipe_linear_layer_bwd(upipe_ctx *c, upipe_comm *comm, co
 {
     upi_lin_pass p;
     upipe_fields f;
-    uint64_t given;
     upipe_status s;
     int64_t mark;
     UPIPE_TRY(upi_lin_check(c, comm, l, x));
     UPIPE_TRY(upi_lin_check_rows(c, l, "dx", dx));
     UPIPE_TRY(upi_lin_check_rows(c, l, "dy", dy));
     f = upi_lin_fields(l);
-    given = upi_lin_given(l, &f);
     if (grads == NULL || dx.data == x.data)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: %s",
                           grads == NULL ? "grads are NULL" : "dx lies over x, which every stage reads");
-    if (save == NULL || save->given != given)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                          "linear layer: save is NULL, consumed, or of another layer or plan");
+    if (save == NULL || !upi_lin_is_of(l, save)) return upi_lin_refuse_save(c);
     save->given = 0;
     mark = upipe_mem_mark(c->mem);
     upipe_field_int(&f, "its direction (1: backward)", 1);

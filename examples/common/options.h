@@ -41,7 +41,7 @@ enum {
     LLAMA_DIM_MAX = 1 << 24,
     FLAG_RANKS_MAX = 256,
     FLAG_CHUNK_MAX = 1 << 24,
-    FLAG_ROWS_MAX = 160
+    FLAG_ROWS_MAX = 192
 };
 
 enum { CHECK_AUTO, CHECK_ON, CHECK_OFF };
@@ -393,7 +393,12 @@ static const flag_row flag_rows[] = {
     {"pad-token-id", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, -(double)INT32_MAX, INT32_MAX, NULL, 0,
      "the token whose row of the embedding gets no gradient; below 0: from the end"},
     {"model-type", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 0, 100, NULL, 0, "row of the table of families"},
-    {"layer-types", NULL, IN_CHECKPOINT, in_model, FLAG_TEXT, 0, 0, 0, NULL, 0, "window and RoPE of each layer"},
+    {"layer-types", NULL, IN_CHECKPOINT, in_model, FLAG_TEXT, 0, 0, 0, NULL, 0, "window, RoPE and kind of each layer"},
+    {"linear-heads", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 1, LLAMA_DIM_MAX, NULL, 0, "of linear attention"},
+    {"linear-key-heads", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 1, LLAMA_DIM_MAX, NULL, 0, "of its q and k"},
+    {"linear-key-dim", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 1, 256, NULL, 0, "of a head of these"},
+    {"linear-value-dim", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 1, 256, NULL, 0, "of a head of its v"},
+    {"linear-taps", NULL, IN_CHECKPOINT, in_model, FLAG_WHOLE, 0, 2, 8, NULL, 0, "rows of its convolution"},
     {"embedding-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of what the embedding gives"},
     {"residual-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of attention's and the MLP's results"},
     {"attention-multiplier", NULL, IN_CHECKPOINT, in_model, FLAG_REAL, 0, 1e-6, 1e6, NULL, 0, "of the scores"},

@@ -41,6 +41,8 @@ static int find_model(run *u)
         if (llama_checkpoint_find(options_from(&u->o), u->folder, &e) != 0) return cli_fail("%s", e.text);
         if (files_path(path, u->folder, "config", ".json") != 0) return -1;
         if (llama_config_read(&config, NULL, path, &u->o.ignore_key, &e) != 0) return cli_fail("%s", e.text);
+        if (llama_config_is_part(path))
+            cli_note("%s: of this model the text part alone is read, trained and saved", u->folder);
         u->from = u->folder;
         if (u->o.tokens_file == NULL && config.vocab < SAMPLE_BYTES)
             return cli_fail("%s: a vocabulary of %lld; bytes are tokens, so it needs %d", u->folder,

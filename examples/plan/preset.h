@@ -89,12 +89,10 @@ static inline int preset_sizes(llama_config *c, json_t *root, const char *path, 
 {
     static const char *const other[] = {"rope_scaling", "rope_parameters"};
     const int family = preset_family(root);
-    char built[160];
     size_t i;
     if (family < 0 || json_object_get(root, "num_experts") != NULL ||
         json_object_get(root, "num_local_experts") != NULL)
-        return llama_config_fail(e, path, "no dense model of the types %s",
-                                 llama_family_list(built, sizeof built));
+        return llama_config_fail(e, path, "no dense model");
     for (i = 0; i < sizeof other / sizeof *other; ++i) json_object_del(root, other[i]);
     return llama_config_numbers(c, root, family, path, e);
 }
@@ -124,7 +122,7 @@ static inline int preset_find(llama_config *c, char note[PRESET_NOTE], const cha
                               const text_list *ignored)
 {
     char path[4096], names[1024];
-    int i;
+    int i, status;
     note[0] = '\0';
     for (i = 0; i < (int)PRESETS; ++i) {
         if (strcmp(presets[i].name, name) != 0) continue;
@@ -132,8 +130,14 @@ static inline int preset_find(llama_config *c, char note[PRESET_NOTE], const cha
         return 0;
     }
     snprintf(path, sizeof path, "%s/config.json", name);
-    if (access(path, F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR))
-        return preset_read(c, note, path, ignored);
+    if (access(path, F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR)) {
+        status = preset_read(c, note, path, ignored);
+        if (status != 0 || !llama_has_linear(c)) return status;
+        return cli_refuse(
+            "--model %s has layers of linear attention, which are not planned here; train --plan plans "
+            "their bytes",
+            name);
+    }
     preset_names(names, sizeof names);
     return cli_refuse("--model %s is neither a folder with a config.json nor one of %s", name, names);
 }

@@ -37,7 +37,11 @@ def test_ports(_):
 
 
 def test_abi(_):
-    good(run_ranks([sys.executable, os.path.abspath(__file__), FOLDER, TOP, 'abi'], 'aa', FAKE_SEED=3), 'the C ABI')
+    words = [sys.executable, os.path.abspath(__file__), FOLDER, TOP, 'abi']
+    good(run_ranks(words, 'aa', FAKE_SEED=3), 'the C ABI')
+    if FULL:  # the library's deadline is a minute
+        alone, killed = run_ranks(words, 'aa', {1: {'FAKE_FAIL': '300k'}}, FAKE_CLEAN=0)
+        check((alone[0], killed[0]) == (1, -9) and 'Error: rank 0 waited 60 s' in alone[2], f'the C ABI, one killed: {alone} {killed}')
 
 
 def abi_rank(rank):
@@ -72,7 +76,7 @@ def abi_rank(rank):
         o, dq, dk, dv = [put([0.0] * (len(at) * w)) for w in (widths[0], *widths[:3])]
         u.qkv_fwd(rank, o, q, k, v)
         u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v)
-        check(u.lib.upipe_abi_sync(ctypes.c_void_p(u.handle), rank) == 0, 'no sync')
+        u.ask(rank, u.lib.upipe_abi_sync(ctypes.c_void_p(u.handle), rank))
         held_to(want, at, [get(p, len(at) * w) for p, w in zip((o, dq, dk, dv), (widths[0], *widths[:3]))], f'{more}, rank {rank}')
         check(u.lib.upipe_abi_close(ctypes.c_void_p(u.handle)) == 0 and all(cuda.cudaFree(p) == 0 for p in (q, k, v, dout)), 'the close')
     return end(f'rank {rank}')

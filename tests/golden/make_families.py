@@ -41,9 +41,12 @@ FAMILIES = [
     ('Gemma3Text', SOME_WINDOWS | {'query_pre_attn_scalar': 24, 'tie_word_embeddings': True, 'pad_token_id': PAD}),
     ('Gemma2', SOME_WINDOWS | {'query_pre_attn_scalar': 24, 'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0,
                                'tie_word_embeddings': True}),
+    ('Qwen3_5Text', {'layer_types': ['linear_attention', 'full_attention'], 'linear_num_key_heads': 2, 'linear_num_value_heads': 4,
+                     'linear_key_head_dim': 8, 'linear_value_head_dim': 16, 'pad_token_id': PAD}),
 ]
 FUSED = {'qkv_proj': [('q_proj', HEADS * HEAD_DIM), ('k_proj', KV_HEADS * HEAD_DIM), ('v_proj', KV_HEADS * HEAD_DIM)],
          'gate_up_proj': [('gate_proj', HIDDEN), ('up_proj', HIDDEN)]}
+GATED = 2 * HEADS * HEAD_DIM  # rows of a q_proj that has the gate of each head behind its q
 
 
 def draws(name, n):
@@ -67,7 +70,10 @@ def weights(name, shape):
 
 
 def pieces(name, tensor):
-    """The tensors that the trainer has for one of the model's: (name, rows)."""
+    """The tensors that the trainer has for one of the model's: (name, rows), or heads of rows."""
+    if 'q_proj' in name and len(tensor) == GATED:
+        by_head = tensor.unflatten(0, (HEADS, 2, HEAD_DIM))
+        return [(name.replace('q_proj', part), by_head[:, i]) for i, part in enumerate(('q_proj', 'g_proj'))]
     for fused, parts in FUSED.items():
         if fused in name:
             rows = tensor.split([n for _, n in parts])

@@ -9,6 +9,7 @@ UPIPE_API upipe_status upi_lin_check_shape(upipe_ctx *c, const upipe_linear_laye
 {
     const int chunk = l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK;
     int64_t size, all;
+    UPIPE_TRY(upipe_borders_check(&c->err, &l->capacity));
     if (l->heads < 1 || l->key_heads < 1 || l->heads % l->key_heads != 0 || l->stage_keys < 0 ||
         l->tile_rows < 0)
         return upipe_fail(
@@ -82,6 +83,19 @@ UPIPE_API uint64_t upi_lin_given(const upipe_linear_layer *l, const upipe_fields
     uint64_t hash = upipe_hash_bytes(f->hash, &l->plan->seal, sizeof l->plan->seal);
     hash = upi_scan_hash(hash, &l->borders);
     return upipe_hash_bytes(hash, &l->first, sizeof l->first);
+}
+
+/* Whether a forward of this layer has saved it. */
+UPIPE_API int upi_lin_is_of(const upipe_linear_layer *l, const upipe_linear_saved *save)
+{
+    const upipe_fields f = upi_lin_fields(l);
+    return save->given == upi_lin_given(l, &f);
+}
+
+UPIPE_API upipe_status upi_lin_refuse_save(upipe_ctx *c)
+{
+    return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                      "linear layer: save is NULL, consumed, or of another layer or plan");
 }
 
 /* A layer and x. */

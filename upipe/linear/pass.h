@@ -418,7 +418,7 @@ UPIPE_API upipe_status upi_lin_fwd(upipe_ctx *c, upipe_comm *comm, upi_lin_pass 
     p->save->states = (float *)states;
     UPIPE_TRY(upi_lin_length(c, p));
     UPIPE_TRY(upipe_scan_fwd(c, comm, &scan, p->save->states, carry));
-    UPIPE_TRY(upi_lin_out_fwd(c, p, y));
+    if (y.data != NULL) UPIPE_TRY(upi_lin_out_fwd(c, p, y));
     return upipe_free(c, p->length);
 }
 

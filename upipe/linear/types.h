@@ -12,6 +12,8 @@ enum { UPIPE_LINEAR_TILE_ROWS = 256 };
 /* upipe_linear_layer -- zero fields are defaults
  *   plan        tokens, model_dim D and storage type are read; contiguous, of one sequence
  *   first borders  as in upipe_scan
+ *   capacity    borders for whose chunks there is scratch too: with the same ones in every call a pool holds the same bytes,
+ *               whatever documents there are, unless these make more chunks
  *   rules       with all entries; in a dry run those of a plan too (upipe_cuda_plan_linear)
  *   heads key_heads key_dim value_dim  heads of v and o, a multiple of those of q and k; head h reads key head
  *               h / (heads / key_heads)
@@ -28,7 +30,7 @@ enum { UPIPE_LINEAR_TILE_ROWS = 256 };
 typedef struct upipe_linear_layer {
     const upipe_plan *plan;
     int64_t first;
-    upipe_borders borders;
+    upipe_borders borders, capacity;
     const upipe_linear_ops *rules;
     int heads, key_heads, key_dim, value_dim, taps, chunk, stage_keys;
     int64_t tile_rows;
@@ -218,6 +220,7 @@ UPIPE_API upi_lin_stage upi_lin_stage_bytes(const upipe_ops *ops, const upipe_li
                                l->key_dim,
                                (int64_t)upi_lin_group(l) * l->value_dim,
                                upi_lin_group(l)};
+    const upipe_linear_pass pass = backward ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD;
     upipe_linear_grad rule;
     upi_lin_stage s;
     int i;
@@ -237,7 +240,10 @@ UPIPE_API upi_lin_stage upi_lin_stage_bytes(const upipe_ops *ops, const upipe_li
             s.bytes[UPI_LIN_WORK], upi_lin_product_bytes(ops, t, UPIPE_F32, n, columns[i], model, backward));
     rule = upi_lin_rule(l, &s, NULL);
     rule.a.beta.data = &rule; /* there is one: its scratch is more. It is not read */
-    s.bytes[UPI_LIN_RULE] = l->rules->bytes(ops, &rule.a, backward ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD);
+    s.bytes[UPI_LIN_RULE] = l->rules->bytes(ops, &rule.a, pass);
+    rule.a.borders = l->capacity;
+    if (l->capacity.cu_seqlens != NULL)
+        s.bytes[UPI_LIN_RULE] = upipe_max_bytes(s.bytes[UPI_LIN_RULE], l->rules->bytes(ops, &rule.a, pass));
     return s;
 }
 

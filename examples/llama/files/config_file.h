@@ -212,7 +212,7 @@ static inline int llama_config_rope_field(llama_config *c, const json_t *j, cons
 
 /* The object has no key but those of its type. */
 static inline int llama_config_rope_keys(const llama_config *c, const json_t *j, const char *key,
-                                         const char *path, upipe_err *err)
+                                         const llama_family *family, const char *path, upipe_err *err)
 {
     const char *name;
     json_t *value;
@@ -223,7 +223,8 @@ static inline int llama_config_rope_keys(const llama_config *c, const json_t *j,
                !(f->used >> c->rope_type & 1 && f->key != NULL && strcmp(f->key, name) == 0))
             ++f;
         if (f < llama_fields + LLAMA_FIELDS || json_is_null(value) ||
-            llama_is_word(" rope_type type rope_theta partial_rotary_factor ", name))
+            llama_is_word(" rope_type type rope_theta partial_rotary_factor ", name) ||
+            (family->rope_idle != NULL && llama_is_word(family->rope_idle, name)))
             continue;
         return llama_config_fail(err, path, "%s has %.40s, which its type %s does not use", key, name,
                                  llama_rope_names[c->rope_type]);
@@ -268,7 +269,7 @@ static inline int llama_config_rope(llama_config *c, const json_t *root, const l
     if (j == NULL && family->rope_given)
         return llama_config_fail(err, path, "rope_parameters is missing, and a %s has some", family->type);
     if (llama_config_rope_type(c, j, key, family, path, err) ||
-        llama_config_rope_keys(c, j, key, path, err) ||
+        llama_config_rope_keys(c, j, key, family, path, err) ||
         llama_config_real(&c->rope_theta, j, "rope_theta", "rope-theta", path, err) ||
         llama_config_real(&partial, root, "partial_rotary_factor", "rope-partial", path, err) ||
         llama_config_real(&partial, j, "partial_rotary_factor", "rope-partial", path, err))
@@ -289,12 +290,50 @@ static inline int llama_config_rope(llama_config *c, const json_t *root, const l
 
 /* ---- what model it is ---- */
 
+/* The row of llama_families that is the text part of this model; -1: of none. */
+static inline int llama_config_whole(const json_t *root)
+{
+    const char *type = json_string_value(json_object_get(root, "model_type"));
+    int i;
+    for (i = 0; i < LLAMA_FAMILIES; ++i)
+        if (type != NULL && llama_families[i].whole != NULL && strcmp(llama_families[i].whole, type) == 0)
+            return i;
+    return -1;
+}
+
+/* *text = the object that describes the text model: all of the file, or the text part of a larger model, which says
+ * nothing else of it. */
+static inline int llama_config_text(json_t **text, json_t *root, const char *path, upipe_err *err)
+{
+    const int like = llama_config_whole(root);
+    json_t *part = json_object_get(root, "text_config"), *value;
+    const char *name, *type = json_string_value(json_object_get(part, "model_type"));
+    *text = root;
+    if (like < 0) return 0;
+    if (type == NULL || strcmp(type, llama_families[like].type) != 0)
+        return llama_config_fail(err, path, "text_config is not that of a %s", llama_families[like].type);
+    json_object_foreach(root, name, value)
+    {
+        if (!llama_is_word(llama_keys_whole, name) && !llama_is_word(llama_keys_idle, name))
+            return llama_config_fail(
+                err, path, "%.60s is a key that is not known of a %s; --ignore-key reads on without it", name,
+                llama_families[like].whole);
+        if (strcmp(name, "tie_word_embeddings") == 0 &&
+            json_is_true(value) != json_is_true(json_object_get(part, name)))
+            return llama_config_fail(err, path,
+                                     "tie_word_embeddings and that of text_config say different things");
+        if (llama_is_word(" torch_dtype dtype ", name) && json_object_get(part, name) == NULL)
+            json_object_set(part, name, value);
+    }
+    *text = part;
+    return 0;
+}
+
 /* The row of llama_families; -1 with a sentence. A mistral with layer_types is a ministral, as AutoModel has it. */
 static inline int llama_config_model(const json_t *root, const char *path, upipe_err *err)
 {
     const json_t *type = json_object_get(root, "model_type"), *all = json_object_get(root, "architectures");
     const json_t *one = json_array_size(all) == 1 ? json_array_get(all, 0) : NULL;
-    char built[160];
     int i;
     if (type == NULL) return llama_config_fail(err, path, "model_type is missing");
     if (!json_is_string(type)) return llama_config_fail(err, path, "model_type is not a string");
@@ -305,9 +344,9 @@ static inline int llama_config_model(const json_t *root, const char *path, upipe
         if (one != NULL && strcmp(json_string_value(one), llama_families[i].architecture) != 0) continue;
         return i == LLAMA_IS_MISTRAL && json_object_get(root, "layer_types") != NULL ? LLAMA_IS_MINISTRAL : i;
     }
-    return llama_config_fail(err, path, "model_type %.16s (%.28s) is not built, only %s",
-                             json_string_value(type), one != NULL ? json_string_value(one) : "(none)",
-                             llama_family_list(built, sizeof built));
+    return llama_config_fail(err, path,
+                             "model_type %.16s (%.28s) is not built; docs/models.md has those that are",
+                             json_string_value(type), one != NULL ? json_string_value(one) : "(none)");
 }
 
 /* Every key is known: used, or without effect. */
@@ -468,6 +507,41 @@ static inline int llama_config_slides(const llama_config *c, const llama_family 
     return family->windows != LLAMA_WINDOWS_SWITCH || layer >= from;
 }
 
+/* Which layers have linear attention. */
+static inline int llama_config_linear(llama_config *c, const json_t *root, const llama_family *family,
+                                      const char *path, upipe_err *err)
+{
+    const json_t *types, *one, *gate = json_object_get(root, "attn_output_gate"),
+                               *plain = json_object_get(root, "mlp_only_layers");
+    int64_t every = family->pattern, i;
+    int linear;
+    if (llama_config_list(&types, c, root, "layer_types", path, err) ||
+        llama_config_neutral(root, "use_sliding_window", 0, path, err) ||
+        llama_config_count(&every, root, "full_attention_interval", "layers", every, path, err))
+        return -1;
+    if (gate != NULL && !json_is_true(gate))
+        return llama_config_fail(err, path,
+                                 "attn_output_gate is not true; only attention with a gate is built");
+    if (plain != NULL && !(json_is_array(plain) && json_array_size(plain) == 0))
+        return llama_config_fail(err, path, "mlp_only_layers is no empty list");
+    if (c->linear_heads % c->linear_key_heads != 0)
+        return llama_config_fail(
+            err, path, "%" PRId64 " heads of linear attention do not divide among %" PRId64 " key heads",
+            c->linear_heads, c->linear_key_heads);
+    for (i = 0; i < c->layers; ++i) {
+        one = json_array_get(types, (size_t)i);
+        linear = one != NULL ? json_is_string(one) && strcmp(json_string_value(one), "linear_attention") == 0
+                             : (i + 1) % every != 0;
+        if (one != NULL && !linear &&
+            (!json_is_string(one) || strcmp(json_string_value(one), "full_attention") != 0))
+            return llama_config_fail(
+                err, path, "layer %" PRId64 " of layer_types is neither full_attention nor linear_attention",
+                i);
+        if (linear) c->by_layer[i] |= LLAMA_LINEAR;
+    }
+    return 0;
+}
+
 static inline int llama_config_windows(llama_config *c, const json_t *root, const llama_family *family,
                                        const char *path, upipe_err *err)
 {
@@ -548,7 +622,9 @@ static inline int llama_config_numbers(llama_config *c, json_t *root, int like, 
                                  INT32_MAX);
     if (llama_config_pad(c, root, family, path, err) ||
         (llama_is_word(family->keys, "no_rope_layers") && llama_config_no_rope(c, root, path, err)) ||
-        llama_config_windows(c, root, family, path, err) || llama_config_rope(c, root, family, path, err))
+        (family->windows == LLAMA_WINDOWS_LINEAR ? llama_config_linear(c, root, family, path, err)
+                                                 : llama_config_windows(c, root, family, path, err)) ||
+        llama_config_rope(c, root, family, path, err))
         return -1;
     status = llama_layout_init(&layout, c);
     if (status == LLAMA_LAYOUT_MEMORY)
@@ -566,7 +642,8 @@ static inline int llama_config_ignore(json_t *root, const text_list *ignored, co
 {
     int i;
     for (i = 0; ignored != NULL && i < ignored->n; ++i)
-        if (json_object_del(root, ignored->at[i]) != 0)
+        if (json_object_del(root, ignored->at[i]) != 0 &&
+            json_object_del(json_object_get(root, "text_config"), ignored->at[i]) != 0)
             return llama_config_fail(err, path, "has no key %.60s, which --ignore-key names", ignored->at[i]);
     return 0;
 }
@@ -580,30 +657,46 @@ static inline int llama_config_read(llama_config *c, upipe_dtype *dtype, const c
                                     const text_list *ignored, upipe_err *err)
 {
     char why[JSON_LOAD_WHY];
-    json_t *root;
+    json_t *root, *text;
     const json_t *type;
     size_t bytes;
     int like, bad, lost;
-    char *text = llama_file(path, LLAMA_CONFIG_BYTES_MAX, &bytes, err);
-    if (text == NULL) return -1;
-    root = json_load(text, bytes, why);
+    char *data = llama_file(path, LLAMA_CONFIG_BYTES_MAX, &bytes, err);
+    if (data == NULL) return -1;
+    text = root = json_load(data, bytes, why);
     lost = root == NULL && errno == ENOMEM;
-    free(text);
+    free(data);
     if (lost) return llama_config_lost(err, UPIPE_ERR_MEMORY, path, why, "");
     if (root == NULL) return llama_config_fail(err, path, "%s", why);
     like = !json_is_object(root) ? llama_config_fail(err, path, "is not a JSON object")
-           : llama_config_ignore(root, ignored, path, err) ? -1
-                                                           : llama_config_model(root, path, err);
-    bad = like < 0 || llama_config_unbuilt(root, &llama_families[like], path, err) ||
-          llama_config_numbers(c, root, like, path, err) ||
-          llama_config_known(root, &llama_families[like], path, err);
-    type = json_object_get(root, "torch_dtype");
-    if (type == NULL) type = json_object_get(root, "dtype");
+           : llama_config_ignore(root, ignored, path, err) || llama_config_text(&text, root, path, err)
+               ? -1
+               : llama_config_model(text, path, err);
+    bad = like < 0 || llama_config_unbuilt(text, &llama_families[like], path, err) ||
+          llama_config_numbers(c, text, like, path, err) ||
+          llama_config_known(text, &llama_families[like], path, err);
+    type = json_object_get(text, "torch_dtype");
+    if (type == NULL) type = json_object_get(text, "dtype");
     if (dtype != NULL)
         *dtype =
             json_is_string(type) && strcmp(json_string_value(type), "bfloat16") == 0 ? UPIPE_BF16 : UPIPE_F32;
     json_decref(root);
     return bad ? -1 : 0;
+}
+
+/* llama_config_is_part -- whether a file that has been read is that of a larger model, of which the text part counts alone
+ */
+static inline int llama_config_is_part(const char *path)
+{
+    char why[JSON_LOAD_WHY];
+    upipe_err err;
+    size_t bytes;
+    char *text = llama_file(path, LLAMA_CONFIG_BYTES_MAX, &bytes, &err);
+    json_t *root = text != NULL ? json_load(text, bytes, why) : NULL;
+    const int is = llama_config_whole(root) >= 0;
+    free(text);
+    json_decref(root);
+    return is;
 }
 
 #endif

@@ -31,6 +31,11 @@ static inline void llama_config_write_list(FILE *f, const llama_config *c, int b
 static inline void llama_config_write_layers(FILE *f, const llama_config *c, const llama_family *family)
 {
     const int by_layer = family->windows == LLAMA_WINDOWS_TYPES || c->window > 0;
+    if (family->windows == LLAMA_WINDOWS_LINEAR) {
+        fprintf(f, "  \"layer_types\": ");
+        llama_config_write_list(f, c, LLAMA_LINEAR, "\"linear_attention\"", "\"full_attention\"");
+        return;
+    }
     if (family->windows == LLAMA_WINDOWS_SWITCH)
         fprintf(f, "  \"use_sliding_window\": %s,\n", c->window > 0 ? "true" : "false");
     if (c->window > 0)

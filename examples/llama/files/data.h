@@ -469,6 +469,26 @@ static inline int64_t data_borders(const corpus *d, const data_order *order, int
     return n;
 }
 
+static int data_by_length(const void *a, const void *b)
+{
+    const int64_t x = *(const int64_t *)a, y = *(const int64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Documents that begin or end within a window, however they follow each other, at most: the shortest, and a part of one. -1:
+ * no memory. */
+__attribute__((unused)) static int64_t data_documents_max(const corpus *d)
+{
+    const int64_t n = d->documents.n;
+    int64_t *length = (int64_t *)malloc((size_t)(n + 1) * sizeof *length), i, sum = 0;
+    if (length == NULL) return -1;
+    for (i = 0; i < n; ++i) length[i] = d->documents.ends[i] - (i > 0 ? d->documents.ends[i - 1] : 0);
+    qsort(length, (size_t)n, sizeof *length, data_by_length);
+    for (i = 0; i < n && sum <= d->tokens; ++i) sum += length[i];
+    free(length);
+    return i + 1;
+}
+
 /* Of a batch of windows at most. */
 static inline int64_t data_borders_max(const corpus *d, int64_t batch)
 {

@@ -4,7 +4,8 @@
  *     ac               its input x                                                           of the rank
  *     offload          x                                                                     second
  *     sao:K            x; that of every K-th layer stays                                     second
- *     sac, sac:K       x; of all layers, or of the first K, also O and lse of attention      second
+ *     sac, sac:K       x; of all layers, or of the first K, also O and lse of attention,     second
+ *                      or o and the states of linear attention
  *     blocks:K         x of every K-th layer, the first one's included                       second
  *
  * The second pool is host memory, on a GPU. The backward computes again what is not kept: a layer's attention, unless O
@@ -62,8 +63,9 @@ __attribute__((unused)) static int64_t activations_copies(const activations_sett
 typedef struct activations_kept {
     void *x; /* NULL: not kept */
     int away;
-    void *out, *lse;       /* of attention; NULL: not kept */
+    void *out, *lse;       /* of attention, or o and states of linear attention; NULL: not kept */
     upipe_given given;     /* what its forward was given */
+    uint64_t linear_given; /* the same of linear attention */
     upipe_fpdt_saved fpdt; /* of attention in segments; out is NULL if it is not kept */
 } activations_kept;
 
@@ -126,15 +128,21 @@ static inline upipe_status activations_keep_x(activations *a, upipe_ctx *c, int6
     return c->ops->copy(c, k->x, x.data, activations_bytes(x));
 }
 
-/* Keeps O and lse: until activations_wait they may neither be written nor freed. */
+/* Keeps O and lse, or what linear attention has of them: until activations_wait they may neither be written nor freed. */
+static inline upipe_status activations_keep_out(activations *a, upipe_ctx *c, int64_t layer, const void *out,
+                                                size_t out_bytes, const void *lse, size_t lse_bytes)
+{
+    activations_kept *k = &a->layer[layer];
+    UPIPE_TRY(activations_put(a, c, &k->out, out, out_bytes, "kept_out"));
+    return activations_put(a, c, &k->lse, lse, lse_bytes, "kept_lse");
+}
+
 static inline upipe_status activations_keep_attention(activations *a, upipe_ctx *c, int64_t layer,
                                                       const upipe_plan *p, const upipe_saved *saved)
 {
-    activations_kept *k = &a->layer[layer];
-    k->given = saved->given;
-    UPIPE_TRY(activations_put(a, c, &k->out, saved->out.data, saved->out.slot_bytes * (size_t)p->stages,
-                              "kept_out"));
-    return activations_put(a, c, &k->lse, saved->lse, p->buffers.lse, "kept_lse");
+    a->layer[layer].given = saved->given;
+    return activations_keep_out(a, c, layer, saved->out.data, saved->out.slot_bytes * (size_t)p->stages,
+                                saved->lse, p->buffers.lse);
 }
 
 /* What upipe_layer_fwd would leave, from the copies. */

@@ -1,10 +1,12 @@
-/* attention.h -- a layer's attention, of one kind or another: of the whole sequence, or in segments
+/* attention.h -- a layer's attention, of one kind or another: of the whole sequence, or in segments; with a gate; linear
  *
  *     attention a = attention_of(r, layer);
- *     a.kind->fwd(&a, normed);                 O and lse, from the norm of the stream, a block of a.pool
+ *     a.x = normed;                            the norm of the stream, a block of a.pool
+ *     a.kind->fwd(&a, normed);                 O and lse
  *     a.kind->keep(&a);                        for the backward, which fetches them: attention_kept, a.kind->fetch(&a)
- *     a.kind->out(&a, i, &y);                  y = O * Wo^T of part i; where y has no block, a new one
- *     a.kind->out_bwd(&a, &grads, g);          O becomes its gradient, from that of the half's result
+ *     a.kind->out(&a, i, &y);                  y = O * Wo^T of part i; where y has no block, a new one. Where a.kind
+ *                                              reads_x, normed is there until now, and y may be it
+ *     a.kind->out_bwd(&a, &grads, g);          O becomes its gradient, from that of the half's result; normed is there
  *     a.kind->bwd(&a, &grads, normed);         normed becomes its gradient
  *     a.kind->free(&a, kept);
  *
@@ -25,6 +27,7 @@ typedef struct attention_kind {
     upipe_status (*out_bwd)(attention *a, const upipe_grads *grads, upipe_view g);
     upipe_status (*bwd)(attention *a, const upipe_grads *grads, upipe_view x);
     upipe_status (*free)(attention *a, int kept);
+    int reads_x; /* out reads normed */
 } attention_kind;
 
 struct attention {
@@ -33,8 +36,13 @@ struct attention {
     int64_t at;                 /* which layer */
     upipe_fpdt f;               /* the layer, and its segments: 0 if the sequence is whole */
     upipe_mem *pool;            /* where the normed stream lies */
+    upipe_view x;               /* it, where the kind reads it */
     upipe_saved saved;          /* of the whole sequence */
     upipe_fpdt_saved offloaded; /* of segments, in the second pool */
+    upipe_linear_layer linear;
+    upipe_linear_saved linear_saved;
+    /* A gradient of normed, that of the gate or of a linear layer, until normed is not read any more */
+    upipe_view dx;
 };
 
 /* ---- the whole sequence ---- */
@@ -76,6 +84,29 @@ static inline upipe_status attention_whole_free(attention *a, int kept)
 {
     (void)kept; /* copies are */
     return upipe_saved_free(a->r->c, &a->saved);
+}
+
+/* ---- the whole sequence, its output times a gate of x ---- */
+
+static inline upipe_status attention_gated_out(attention *a, int part, upipe_view *y)
+{
+    (void)part; /* it is the only one */
+    return upipe_gated_out_fwd(a->r->c, &a->f.layer, model_weight(a->r, LLAMA_WG, a->at), *y, &a->saved,
+                               a->x);
+}
+
+static inline upipe_status attention_gated_out_bwd(attention *a, const upipe_grads *grads, upipe_view g)
+{
+    UPIPE_TRY(model_alloc(a->r, &a->dx, UPIPE_USE_OTHER, "attended"));
+    return upipe_gated_out_bwd(a->r->c, &a->f.layer, model_weight(a->r, LLAMA_WG, a->at), grads,
+                               model_grad(a->r, LLAMA_WG, a->at), &a->saved, a->dx, g, a->x);
+}
+
+static inline upipe_status attention_gated_bwd(attention *a, const upipe_grads *grads, upipe_view x)
+{
+    UPIPE_TRY(attention_whole_bwd(a, grads, x));
+    UPIPE_TRY(a->r->c->ops->add(a->r->c, x, a->dx));
+    return model_free_block(a->r, a->dx);
 }
 
 /* ---- segments: all but one of them in the second pool ---- */
@@ -181,15 +212,87 @@ static inline upipe_status attention_segments_free(attention *a, int kept)
     return upipe_fpdt_free(&a->f, &a->offloaded, &a->r->c->err);
 }
 
+/* ---- linear ---- */
+
+static inline size_t attention_linear_bytes(const attention *a)
+{
+    const upipe_linear_layer *l = &a->linear;
+    return (size_t)(l->plan->local * l->heads * l->value_dim) * upipe_dtype_bytes(l->plan->desc.dtype);
+}
+
+static inline upipe_status attention_linear_fwd(attention *a, upipe_view x)
+{
+    upipe_view later = x;
+    later.data = NULL;
+    return upipe_linear_layer_fwd(a->r->c, a->r->c->team, &a->linear, &a->linear_saved, later, x, NULL);
+}
+
+static inline upipe_status attention_linear_keep(attention *a)
+{
+    const upipe_linear_saved *s = &a->linear_saved;
+    a->r->kept.layer[a->at].linear_given = s->given;
+    return activations_keep_out(&a->r->kept, a->r->c, a->at, s->o, attention_linear_bytes(a), s->states,
+                                upipe_linear_layer_state_bytes(&a->linear));
+}
+
+static inline upipe_status attention_linear_fetch(attention *a)
+{
+    const activations_kept *k = &a->r->kept.layer[a->at];
+    const size_t states = upipe_linear_layer_state_bytes(&a->linear);
+    upipe_ctx *c = a->r->c;
+    upipe_linear_saved *s = &a->linear_saved;
+    void *data;
+    s->given = k->linear_given;
+    UPIPE_TRY(upipe_alloc(c, &s->o, attention_linear_bytes(a), UPIPE_USE_OUT, "linear_o"));
+    UPIPE_TRY(upipe_alloc(c, &data, states, UPIPE_USE_STAT, "linear_states"));
+    s->states = (float *)data;
+    UPIPE_TRY(activations_copy(&a->r->kept, c, s->o, k->out, attention_linear_bytes(a)));
+    UPIPE_TRY(activations_copy(&a->r->kept, c, data, k->lse, states));
+    return activations_wait(&a->r->kept, c);
+}
+
+static inline upipe_status attention_linear_out(attention *a, int part, upipe_view *y)
+{
+    (void)part; /* it is the only one */
+    return upipe_linear_layer_out_fwd(a->r->c, a->r->c->team, &a->linear, &a->linear_saved, *y, a->x);
+}
+
+/* All of the layer's backward, whose gradient of normed waits in a block of its own: it reads normed to the end. */
+static inline upipe_status attention_linear_out_bwd(attention *a, const upipe_grads *grads, upipe_view g)
+{
+    const upipe_linear_layer_grads linear = model_linear_grads(a->r, a->at);
+    (void)grads;
+    UPIPE_TRY(model_alloc(a->r, &a->dx, UPIPE_USE_OTHER, "attended"));
+    return upipe_linear_layer_bwd(a->r->c, a->r->c->team, &a->linear, a->dx, &linear, &a->linear_saved, g,
+                                  a->x, NULL);
+}
+
+static inline upipe_status attention_linear_bwd(attention *a, const upipe_grads *grads, upipe_view x)
+{
+    (void)grads;
+    UPIPE_TRY(a->r->c->ops->cast(a->r->c, x, a->dx));
+    return model_free_block(a->r, a->dx);
+}
+
+static inline upipe_status attention_linear_free(attention *a, int kept)
+{
+    (void)kept; /* copies are */
+    return upipe_linear_saved_free(a->r->c, &a->linear_saved);
+}
+
 /* ---- kinds ---- */
 
-enum { ATTENTION_WHOLE, ATTENTION_SEGMENTS };
+enum { ATTENTION_WHOLE, ATTENTION_SEGMENTS, ATTENTION_GATED, ATTENTION_LINEAR };
 
 static const attention_kind attention_kinds[] = {
     {attention_whole_fwd, attention_whole_keep, attention_whole_fetch, attention_whole_out,
-     attention_whole_out_bwd, attention_whole_bwd, attention_whole_free},
+     attention_whole_out_bwd, attention_whole_bwd, attention_whole_free, 0},
     {attention_segments_fwd, attention_segments_keep, attention_segments_fetch, attention_segments_out,
-     attention_segments_out_bwd, attention_segments_bwd, attention_segments_free}};
+     attention_segments_out_bwd, attention_segments_bwd, attention_segments_free, 0},
+    {attention_whole_fwd, attention_whole_keep, attention_whole_fetch, attention_gated_out,
+     attention_gated_out_bwd, attention_gated_bwd, attention_whole_free, 1},
+    {attention_linear_fwd, attention_linear_keep, attention_linear_fetch, attention_linear_out,
+     attention_linear_out_bwd, attention_linear_bwd, attention_linear_free, 1}};
 
 static inline attention attention_of(model_rank *r, int64_t layer)
 {
@@ -200,9 +303,15 @@ static inline attention attention_of(model_rank *r, int64_t layer)
     a.r = r;
     a.at = layer;
     a.f = r->m->fpdt;
-    a.f.layer = model_attention_layer(r, layer);
     a.f.host = r->second;
     a.pool = cut ? r->second : r->c->mem;
+    if (model_tensor(r, LLAMA_WG, layer) != NULL) a.kind = &attention_kinds[ATTENTION_GATED];
+    if (llama_is_linear(&r->m->layout->config, layer)) {
+        a.kind = &attention_kinds[ATTENTION_LINEAR];
+        a.linear = model_linear_layer(r, layer);
+    } else {
+        a.f.layer = model_attention_layer(r, layer);
+    }
     return a;
 }
 

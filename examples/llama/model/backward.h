@@ -204,7 +204,7 @@ static inline upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_v
 {
     upipe_ctx *c = r->c;
     const int away = r->kept.layer[layer].away;
-    const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
+    const int unit = model_unit_attention(layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
     upipe_view x = *g, n, dy;
     attention a;
     upipe_grads grads;
@@ -213,12 +213,12 @@ static inline upipe_status model_layer_bwd(model_rank *r, int64_t layer, upipe_v
     UPIPE_TRY(model_weights_begin(r, unit, mlp));
     a = attention_of(r, layer);
     UPIPE_TRY(model_alloc_rows(r, a.pool, &n, r->m->rows, UPIPE_USE_OTHER, "normed"));
-    if (attention_kept(&a)) {
+    a.x = n;
+    if (!attention_kept(&a) || a.kind->reads_x) UPIPE_TRY(model_norm(r, layer, n, x, away));
+    if (attention_kept(&a))
         UPIPE_TRY(a.kind->fetch(&a));
-    } else {
-        UPIPE_TRY(model_norm(r, layer, n, x, away));
+    else
         UPIPE_TRY(a.kind->fwd(&a, n));
-    }
     UPIPE_TRY(model_between(r, &a, n, x, away));
     UPIPE_TRY(model_mlp_bwd(r, layer, *g, n, a.pool != c->mem));
     UPIPE_TRY(model_grads_begin(r, unit));

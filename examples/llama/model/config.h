@@ -27,7 +27,8 @@ static const char *const llama_rope_names[LLAMA_ROPES] = {"default", "linear", "
 enum {
     LLAMA_ROPE_PAIRS = 128, /* of the largest head */
     LLAMA_SEES_ALL = 1,     /* by_layer: the layer has no window */
-    LLAMA_NO_ROPE = 2       /* by_layer: the layer turns nothing */
+    LLAMA_NO_ROPE = 2,      /* by_layer: the layer turns nothing */
+    LLAMA_LINEAR = 4        /* by_layer: its attention is linear */
 };
 
 /* Numbers of RoPE that are 0 are not said. */
@@ -53,6 +54,8 @@ typedef struct llama_config {
     int64_t rope_original;  /* positions of the training that the factor extends */
     int64_t rope_positions; /* max_position_embeddings, where the rates depend on it */
     double rope_short[LLAMA_ROPE_PAIRS], rope_long[LLAMA_ROPE_PAIRS];
+    /* Of linear attention, where a layer has it: heads of v, and of q and k; their dimensions; rows of the convolution */
+    int64_t linear_heads, linear_key_heads, linear_key_dim, linear_value_dim, linear_taps;
     unsigned char by_layer[LLAMA_LAYERS_MAX]; /* bits */
 } llama_config;
 #define AT(member) offsetof(llama_config, member)
@@ -81,6 +84,11 @@ static const field llama_fields[] = {
     {"attn_logit_softcapping", "attention-softcap", FLAG_REAL, AT(attention_cap), 0, 0, 0, 0},
     {"final_logit_softcapping", "logit-softcap", FLAG_REAL, AT(logit_cap), 0, 0, 0, 0},
     {"rope_local_base_freq", "rope-local", FLAG_REAL, AT(rope_local), 0, 0, 0, 0},
+    {"linear_num_value_heads", "linear-heads", FLAG_WHOLE, AT(linear_heads), 0, 0, 0, 0},
+    {"linear_num_key_heads", "linear-key-heads", FLAG_WHOLE, AT(linear_key_heads), 0, 0, 0, 0},
+    {"linear_key_head_dim", "linear-key-dim", FLAG_WHOLE, AT(linear_key_dim), 0, 0, 0, 0},
+    {"linear_value_head_dim", "linear-value-dim", FLAG_WHOLE, AT(linear_value_dim), 0, 0, 0, 0},
+    {"linear_conv_kernel_dim", "linear-taps", FLAG_WHOLE, AT(linear_taps), 0, 0, 0, 0},
     {NULL, "qk-norm", FLAG_SWITCH, AT(qk_norm), 0, 0, 0, 0},
     {NULL, "pad-token-id", FLAG_WHOLE, AT(pad), 0, 0, 0, 0},
     {NULL, "model-type", FLAG_WHOLE, AT(family), 0, 0, 0, 0},
@@ -117,6 +125,19 @@ enum { LLAMA_FIELDS = sizeof llama_fields / sizeof *llama_fields };
 static inline int llama_rope_dims(const llama_config *c)
 {
     return c->rope_partial > 0 ? (int)((double)c->head_dim * c->rope_partial) : c->head_dim;
+}
+
+static inline int llama_is_linear(const llama_config *c, int64_t layer)
+{
+    return (c->by_layer[layer] & LLAMA_LINEAR) != 0;
+}
+
+/* Whether a layer has linear attention. */
+static inline int llama_has_linear(const llama_config *c)
+{
+    int64_t i = 0;
+    while (i < c->layers && !llama_is_linear(c, i)) ++i;
+    return i < c->layers;
 }
 
 /* How many tokens a layer's token sees; 0: all up to it. */

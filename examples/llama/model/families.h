@@ -13,14 +13,16 @@ typedef enum llama_windows {
     LLAMA_WINDOWS_NONE,   /* sliding_window is passed over */
     LLAMA_WINDOWS_ALL,    /* all layers, of sliding_window */
     LLAMA_WINDOWS_SWITCH, /* with use_sliding_window: those of layer_types, or from max_window_layers on */
-    LLAMA_WINDOWS_TYPES   /* those of layer_types */
+    LLAMA_WINDOWS_TYPES,  /* those of layer_types */
+    LLAMA_WINDOWS_LINEAR  /* none: layers of layer_types have linear attention instead */
 } llama_windows;
 
 enum {
     LLAMA_HEAD_DIVIDED = 0, /* head_dim that is absent or null: hidden_size / num_attention_heads */
     LLAMA_HEAD_GIVEN = -1,  /* it must be there */
     LLAMA_FUSED_QKV = 1,    /* qkv_proj: the rows of q, then k, then v */
-    LLAMA_FUSED_MLP = 2     /* gate_up_proj: the rows of gate, then up */
+    LLAMA_FUSED_MLP = 2,    /* gate_up_proj: the rows of gate, then up */
+    LLAMA_FUSED_GATE = 4    /* q_proj: head by head the rows of q, then of attention's gate */
 };
 
 /* The norms of a layer; layout.h has their names. */
@@ -38,9 +40,11 @@ typedef enum llama_norms {
  *                none where layer_types is absent
  *   pattern      every so many-th layer has no window where layer_types is absent, and sliding_window_pattern, where the
  *                family has that key, says no other number
+ *                With linear attention every so many-th layer has none, and full_attention_interval says another number
  *   nope         1: where there is a window, layers without one turn nothing
- *   gemma        1: norms multiply by 1 + the weight that is stored, the gate's activation is gelu by tanh, what the
- *                embedding gives is multiplied by the root of hidden_size, scores by 1 / that of query_pre_attn_scalar
+ *   shifted      1: norms multiply by 1 + the weight that is stored, but for those of linear attention's heads
+ *   gemma        1: the gate's activation is gelu by tanh, what the embedding gives is multiplied by the root of
+ *                hidden_size, scores by 1 / that of query_pre_attn_scalar
  *   local        theta of layers with a window where rope_local_base_freq is absent; 0: that of all layers
  *   attention_cap, logit_cap  attn_logit_softcapping and final_logit_softcapping where they are absent; 0: none
  *   kv_heads     1: as many as heads where num_key_value_heads is absent or null; 0: it must be there
@@ -52,6 +56,9 @@ typedef enum llama_norms {
  *   ropes        bits of llama_rope: the types that the family has; 0: all
  *   interleaved  RoPE turns pairs (2p, 2p+1)
  *   fused        what is stored as one tensor; LLAMA_FUSED_...
+ *   whole        model_type of the larger model whose text part it is, in text_config; NULL: of none. Its tensors' names
+ *                begin there with `part` in the place of "model.", and those of the others with a word of `others`
+ *   rope_idle    keys of the object of RoPE that change nothing
  *   rope_given   1: rope_scaling or rope_parameters must be there, as without them it is no RoPE of the type default
  *   norms        which ones a layer has
  *   bos          1: bos_token_id cannot be null, and is not written
@@ -63,7 +70,7 @@ typedef struct llama_family {
     int bias_absent, bias_always, qk_norm;
     llama_windows windows;
     int64_t window;
-    int full_every, pattern, nope, gemma, kv_heads, head_dim, tied;
+    int full_every, pattern, nope, shifted, gemma, kv_heads, head_dim, tied;
     double norm_eps, rope_theta, local, attention_cap, logit_cap;
     int64_t pad;
     double partial;
@@ -71,7 +78,7 @@ typedef struct llama_family {
     unsigned ropes;
     int interleaved, fused, rope_given, bos;
     llama_norms norms;
-    const char *keys, *idle;
+    const char *keys, *idle, *rope_idle, *whole, *part, *others;
 } llama_family;
 
 enum {
@@ -91,6 +98,7 @@ enum {
     LLAMA_IS_EXAONE4,
     LLAMA_IS_GEMMA3,
     LLAMA_IS_GEMMA2,
+    LLAMA_IS_QWEN3_5,
     LLAMA_FAMILIES
 };
 
@@ -134,17 +142,24 @@ static const llama_family llama_families[LLAMA_FAMILIES] = {
      .pattern = 4, .nope = 1, .norm_eps = 1e-5, .rope_theta = 1e4, .norms = LLAMA_NORMS_RESULTS,
      .keys = " sliding_window sliding_window_pattern ", .idle = ""},
     {.type = "gemma3_text", .architecture = "Gemma3ForCausalLM", .qk_norm = 1, .windows = LLAMA_WINDOWS_TYPES, .window = 4096,
-     .pattern = 6, .gemma = 1, .head_dim = 256, .tied = 1, .norm_eps = 1e-6, .rope_theta = 1e6, .local = 1e4, .pad = 1 + 0,
+     .pattern = 6, .shifted = 1, .gemma = 1, .head_dim = 256, .tied = 1, .norm_eps = 1e-6, .rope_theta = 1e6, .local = 1e4, .pad = 1 + 0,
      .norms = LLAMA_NORMS_GEMMA,
      .keys = " sliding_window sliding_window_pattern hidden_activation query_pre_attn_scalar rope_local_base_freq "
              "final_logit_softcapping attn_logit_softcapping use_bidirectional_attention ",
      .idle = " _sliding_window_pattern "},
     {.type = "gemma2", .architecture = "Gemma2ForCausalLM", .windows = LLAMA_WINDOWS_TYPES, .window = 4096, .pattern = 2,
-     .gemma = 1, .head_dim = 256, .tied = 1, .norm_eps = 1e-6, .rope_theta = 1e4, .attention_cap = 50, .logit_cap = 30,
+     .shifted = 1, .gemma = 1, .head_dim = 256, .tied = 1, .norm_eps = 1e-6, .rope_theta = 1e4, .attention_cap = 50, .logit_cap = 30,
      .pad = 1 + 0, .norms = LLAMA_NORMS_GEMMA,
      .keys = " sliding_window hidden_activation query_pre_attn_scalar final_logit_softcapping attn_logit_softcapping "
              "use_bidirectional_attention ",
-     .idle = " sliding_window_size "}};
+     .idle = " sliding_window_size "},
+    {.type = "qwen3_5_text", .architecture = "Qwen3_5ForCausalLM", .qk_norm = 1, .windows = LLAMA_WINDOWS_LINEAR, .pattern = 4,
+     .shifted = 1, .head_dim = 256, .norm_eps = 1e-6, .rope_theta = 1e4, .partial = 0.25, .fused = LLAMA_FUSED_GATE,
+     .keys = " full_attention_interval linear_num_value_heads linear_num_key_heads linear_key_head_dim linear_value_head_dim "
+             "linear_conv_kernel_dim attn_output_gate mlp_only_layers ",
+     .idle = " mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings ",
+     .rope_idle = " mrope_section mrope_interleaved ",
+     .whole = "qwen3_5", .part = "model.language_model.", .others = " model.visual. mtp. "}};
 /* clang-format on */
 
 /* Keys of every family that count: they are used, or must say what is built. */
@@ -156,6 +171,11 @@ static const char llama_keys[] =
     "model_type architectures torch_dtype dtype hidden_act mlp_bias attention_dropout use_sliding_window "
     "layer_types "
     "is_causal quantization_config auto_map per_layer_config text_config ";
+
+/* Keys of a larger model, beside text_config, that change nothing in its text part, or must say the same there. */
+static const char llama_keys_whole[] =
+    " model_type architectures text_config vision_config image_token_id video_token_id vision_start_token_id "
+    "vision_end_token_id tie_word_embeddings torch_dtype dtype ";
 
 /* Keys of every family that change neither what is computed nor what is learned. */
 static const char llama_keys_idle[] =
@@ -191,16 +211,6 @@ static inline int llama_is_word(const char *words, const char *name)
 static inline int llama_has_key(const llama_family *f, const char *key)
 {
     return llama_is_word(llama_keys, key) || llama_is_word(f->keys, key);
-}
-
-/* Types of all families, after each other. */
-static inline const char *llama_family_list(char *out, size_t n)
-{
-    size_t used = 0;
-    int i;
-    for (i = 0; i < LLAMA_FAMILIES && used < n; ++i)
-        used += (size_t)snprintf(out + used, n - used, "%s%s", i > 0 ? ", " : "", llama_families[i].type);
-    return out;
 }
 
 /* The family of a new model with these options; -1: none has them together. */

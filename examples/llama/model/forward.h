@@ -97,7 +97,7 @@ static inline upipe_status model_change(model_rank *r, int64_t layer, upipe_view
 static inline upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_view x, int keep_attention)
 {
     upipe_ctx *c = r->c;
-    const int unit = model_unit_of(r, LLAMA_WQ, layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
+    const int unit = model_unit_attention(layer), mlp = model_unit_of(r, LLAMA_GATE, layer);
     attention a;
     upipe_view n, y;
     int i;
@@ -105,11 +105,13 @@ static inline upipe_status model_layer_fwd(model_rank *r, int64_t layer, upipe_v
     a = attention_of(r, layer);
     UPIPE_TRY(model_alloc_rows(r, a.pool, &n, r->m->rows, UPIPE_USE_OTHER, "normed"));
     UPIPE_TRY(model_norm(r, layer, n, x, 0));
+    a.x = n;
     UPIPE_TRY(a.kind->fwd(&a, n));
-    UPIPE_TRY(upipe_mem_free(a.pool, n.data, &c->err));
+    if (!a.kind->reads_x) UPIPE_TRY(upipe_mem_free(a.pool, n.data, &c->err));
     if (keep_attention) UPIPE_TRY(a.kind->keep(&a));
     for (i = 0; i < model_parts(r->m); ++i) {
-        y.data = NULL;
+        y = n;
+        if (!a.kind->reads_x) y.data = NULL;
         UPIPE_TRY(a.kind->out(&a, i, &y));
         UPIPE_TRY(model_change(r, layer, y));
         UPIPE_TRY(activations_wait(&r->kept, c)); /* copies of O and x are made */

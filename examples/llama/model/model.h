@@ -18,6 +18,7 @@
 #define LLAMA_MODEL_H
 
 #include "upipe/upipe.h"
+#include "../../common/rules.h"
 #include "activations.h"
 #include "layout.h"
 #include "rope.h"
@@ -40,11 +41,12 @@ enum { MODEL_UNIT_EMBED, MODEL_UNIT_ATTENTION, MODEL_UNIT_MLP, MODEL_UNIT_HEAD, 
 /* Numbers alone. */
 typedef struct model {
     const llama_layout *layout;
-    upipe_plan plan;   /* of one rank */
-    upipe_fpdt fpdt;   /* its description and segments; 0 segments: the sequence is not cut */
-    int64_t rows;      /* of this rank, of all sequences */
-    llama_rates rates; /* of RoPE, for the tokens of the plan */
-    size_t tile_bytes; /* of MLP and loss; 0 = the library's default */
+    upipe_plan plan;        /* of one rank */
+    upipe_fpdt fpdt;        /* its description and segments; 0 segments: the sequence is not cut */
+    int64_t rows;           /* of this rank, of all sequences */
+    llama_rates rates;      /* of RoPE, for the tokens of the plan */
+    upipe_linear_ops rules; /* of linear attention, the CPU's */
+    size_t tile_bytes;      /* of MLP and loss; 0 = the library's default */
     activations_setting activations;
     int zero;              /* stage: what is sharded over the ranks */
     int prefetch;          /* stage 3: the next unit's weights are gathered while one is used */
@@ -57,6 +59,8 @@ typedef struct model {
     const int64_t *
         borders; /* cu_seqlens that a dry run counts with, of each micro-batch, one behind the other; NULL: none */
     int64_t borders_n; /* of one micro-batch, [borders_n + 1] */
+    /* Borders of packed documents, for whose chunks linear attention has scratch; NULL: there are none */
+    upipe_borders capacity;
 } model;
 
 /* One rank. Gradients are there in training alone. */
@@ -98,6 +102,7 @@ static inline upipe_status model_init(model *m, const llama_layout *layout, cons
     m->accumulate = 1;
     m->replicas = 1;
     llama_rates_make(&m->rates, c, d.tokens);
+    rules_cpu(&m->rules);
     return UPIPE_OK;
 }
 

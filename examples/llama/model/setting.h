@@ -30,6 +30,7 @@ typedef struct setting {
     int offload_optimizer, offload_weights;
     const int64_t *borders;
     int64_t borders_n;
+    int device; /* DEVICE_... */
 } setting;
 
 /* What the flags say of it. */
@@ -53,6 +54,7 @@ static inline setting setting_of(const options *o, const llama_layout *layout)
     s.offload_weights = o->offload_weights;
     s.borders = o->borders;
     s.borders_n = o->borders_n;
+    s.device = o->device;
     return s;
 }
 
@@ -62,8 +64,35 @@ static inline int setting_ranks(const setting *s)
     return s->how.ranks * s->replicas;
 }
 
+/* What layers of linear attention do not have: their state goes from rank to rank of a team, in one sequence. A family that
+ * has them has a gate of attention's output too, which is built for one part of a sequence. */
+static inline upipe_status setting_linear(const setting *s, upipe_err *e)
+{
+    const char *const type = llama_families[s->layout->config.family].type;
+    if (llama_families[s->layout->config.family].windows != LLAMA_WINDOWS_LINEAR) return UPIPE_OK;
+    if (s->device != DEVICE_CPU)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "--device %s: linear attention, which a %s has, is built for the CPU alone",
+                          device_names[s->device], type);
+    if (s->how.ring > 1)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "a ring of %d ranks: a %s has linear attention, which is built for teams alone",
+                          s->how.ring, type);
+    if (s->how.segments > 0)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "%d segments: a %s has linear attention, which is not built in segments",
+                          s->how.segments, type);
+    if (s->batch > 1)
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "--batch %" PRId64
+                          ": a %s has linear attention, which takes one sequence at a time; "
+                          "--accumulate %" PRId64 " takes the same step",
+                          s->batch, type, s->batch);
+    return UPIPE_OK;
+}
+
 /* setting_model -- of one of all ranks
- *   errors  those of model_init and model_cut; UNSUPPORTED: nothing to overlap
+ *   errors  those of model_init and model_cut; UNSUPPORTED: nothing to overlap, or what linear attention does not have
  */
 static inline upipe_status setting_model(model *m, const setting *s, int rank, upipe_err *e)
 {
@@ -73,6 +102,7 @@ static inline upipe_status setting_model(model *m, const setting *s, int rank, u
     d.tokens = s->tokens;
     d.batch = s->batch;
     d.dtype = s->dtype;
+    UPIPE_TRY(setting_linear(s, e));
     UPIPE_TRY(model_init(m, s->layout, &d, e));
     UPIPE_TRY(method_overlapped(&s->how, &m->plan, e));
     UPIPE_TRY(model_cut(m, s->how.segments, e));

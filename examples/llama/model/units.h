@@ -29,7 +29,7 @@ static inline upipe_status model_vectors_alloc(model_rank *r, const float *train
     for (i = 0; i < 2; ++i) {
         void *data;
         r->vectors[i] = r->stored[i];
-        if (n[i] == 0 || !llama_families[l->config.family].gemma) continue;
+        if (n[i] == 0 || !llama_families[l->config.family].shifted) continue;
         UPIPE_TRY(upipe_mem_alloc(r->c->mem, &data, (size_t)(n[i] + 1) * 4, UPIPE_USE_WEIGHTS, "shifted",
                                   &r->c->err));
         r->vectors[i] = r->shifted[i] = (float *)data;
@@ -44,17 +44,33 @@ static inline upipe_status model_vectors_free(model_rank *r)
     return upipe_free(r->c, r->shifted[1]);
 }
 
-/* Before a forward: the stored ones may have changed. All vectors of such a family are norms' weights. */
+/* 1 is added to n of them. */
+static inline upipe_status model_vectors_add(model_rank *r, int frozen, int64_t at, int64_t n)
+{
+    const llama_layout *l = r->m->layout;
+    float *const all = r->shifted[frozen];
+    const float *const one = all + (frozen ? l->frozen[LLAMA_VECTORS] : l->vectors);
+    return upipe_bias_add(r->c, upipe_view_packed(all + at, UPIPE_F32, n, 1, 1), one, 0);
+}
+
+/* Before a forward: the stored ones may have changed. Norms that are neighbours are shifted together. */
 static inline upipe_status model_vectors_shift(model_rank *r)
 {
     const llama_layout *l = r->m->layout;
-    const int64_t n[2] = {l->vectors, l->frozen[LLAMA_VECTORS]};
+    const int64_t all[2] = {l->vectors, l->frozen[LLAMA_VECTORS]};
+    const llama_tensor *t;
+    int64_t at, n;
     int i;
     for (i = 0; i < 2; ++i) {
         if (r->shifted[i] == NULL) continue;
-        UPIPE_TRY(r->c->ops->copy(r->c, r->shifted[i], r->stored[i], (size_t)n[i] * 4));
-        UPIPE_TRY(upipe_bias_add(r->c, upipe_view_packed(r->shifted[i], UPIPE_F32, n[i], 1, 1),
-                                 r->shifted[i] + n[i], 0));
+        UPIPE_TRY(r->c->ops->copy(r->c, r->shifted[i], r->stored[i], (size_t)all[i] * 4));
+        for (t = l->tensors, at = n = 0; t < l->tensors + l->n; ++t) {
+            if (!t->is_vector || t->frozen != i || !llama_is_norm(t->kind)) continue;
+            if (n > 0 && t->at != at + n) UPIPE_TRY(model_vectors_add(r, i, at, n));
+            if (t->at != at + n) at = t->at, n = 0;
+            n += t->n;
+        }
+        if (n > 0) UPIPE_TRY(model_vectors_add(r, i, at, n));
     }
     return UPIPE_OK;
 }
@@ -68,6 +84,12 @@ static inline llama_kind model_head_kind(const model_rank *r)
 static inline int model_unit_of(const model_rank *r, llama_kind kind, int64_t layer)
 {
     return model_tensor(r, kind, layer)->unit;
+}
+
+/* The unit of a layer's attention half: one half follows another behind the embedding. */
+static inline int model_unit_attention(int64_t layer)
+{
+    return (int)(1 + 2 * layer);
 }
 
 static inline int model_unit_kind(const model_rank *r, int unit)
@@ -94,7 +116,7 @@ static inline upipe_status model_weights_begin(model_rank *r, int unit, int next
 /* The first unit that the forward of a layer reads; behind the last layer the head. */
 static inline int model_unit_above(const model_rank *r, int64_t layer)
 {
-    return layer < r->m->layout->config.layers ? model_unit_of(r, LLAMA_WQ, layer)
+    return layer < r->m->layout->config.layers ? model_unit_attention(layer)
                                                : model_unit_of(r, model_head_kind(r), -1);
 }
 
@@ -104,7 +126,7 @@ static inline int model_unit_below(const model_rank *r, int64_t layer)
 {
     if (--layer < 0) return -1;
     while (r->kept.layer[layer].x == NULL) --layer;
-    return model_unit_of(r, LLAMA_WQ, layer);
+    return model_unit_attention(layer);
 }
 
 static inline upipe_status model_weights_end(model_rank *r, int unit)
@@ -232,6 +254,51 @@ static inline upipe_layer model_attention_layer(const model_rank *r, int64_t lay
     l.bv = model_vector(r, LLAMA_BV, layer);
     l.bo = model_vector(r, LLAMA_BO, layer);
     return l;
+}
+
+/* A layer of linear attention, a key head a stage: so it holds the least, and later ranks wait for the least. */
+static inline upipe_linear_layer model_linear_layer(const model_rank *r, int64_t layer)
+{
+    const llama_config *config = &r->m->layout->config;
+    upipe_linear_layer l;
+    memset(&l, 0, sizeof l);
+    l.plan = &r->m->plan;
+    l.borders.cu_seqlens = r->borders;
+    l.borders.cu_seqlens_n = r->borders_n;
+    l.capacity = r->m->capacity;
+    l.rules = &r->m->rules;
+    l.heads = (int)config->linear_heads;
+    l.key_heads = (int)config->linear_key_heads;
+    l.key_dim = (int)config->linear_key_dim;
+    l.value_dim = (int)config->linear_value_dim;
+    l.taps = (int)config->linear_taps;
+    l.stage_keys = 1;
+    l.w_qkv = model_weight(r, LLAMA_LINEAR_QKV, layer);
+    l.w_z = model_weight(r, LLAMA_LINEAR_Z, layer);
+    l.w_b = model_weight(r, LLAMA_LINEAR_B, layer);
+    l.w_a = model_weight(r, LLAMA_LINEAR_A, layer);
+    l.w_out = model_weight(r, LLAMA_LINEAR_OUT, layer);
+    l.conv = model_vector(r, LLAMA_CONV, layer);
+    l.a_log = model_vector(r, LLAMA_A_LOG, layer);
+    l.dt_bias = model_vector(r, LLAMA_DT_BIAS, layer);
+    l.norm_weight = model_vector(r, LLAMA_LINEAR_NORM, layer);
+    l.norm_eps = (float)config->norm_eps;
+    return l;
+}
+
+static inline upipe_linear_layer_grads model_linear_grads(const model_rank *r, int64_t layer)
+{
+    upipe_linear_layer_grads g;
+    g.w_qkv = model_grad(r, LLAMA_LINEAR_QKV, layer);
+    g.w_z = model_grad(r, LLAMA_LINEAR_Z, layer);
+    g.w_b = model_grad(r, LLAMA_LINEAR_B, layer);
+    g.w_a = model_grad(r, LLAMA_LINEAR_A, layer);
+    g.w_out = model_grad(r, LLAMA_LINEAR_OUT, layer);
+    g.conv = model_grad(r, LLAMA_CONV, layer);
+    g.a_log = model_grad(r, LLAMA_A_LOG, layer);
+    g.dt_bias = model_grad(r, LLAMA_DT_BIAS, layer);
+    g.norm_weight = model_grad(r, LLAMA_LINEAR_NORM, layer);
+    return g;
 }
 
 static inline upipe_grads model_attention_grads(const model_rank *r, int64_t layer)

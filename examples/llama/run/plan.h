@@ -52,11 +52,28 @@ static inline int run_check_memory(const run *u, int planned)
     return device_has_buf(u->o.device, slabs);
 }
 
+/* The scratch of linear attention does not depend on a step's documents: it is that of as many borders as a window may have,
+ * a token apart from the rank's first one on. */
+static inline upipe_status run_plan_capacity(const run *u, run_rank *k, upipe_err *e)
+{
+    const int64_t first = upipe_shard_pos(&k->m.plan.shard, 0);
+    const int64_t n = u->documents < k->m.plan.local ? u->documents : k->m.plan.local;
+    int64_t i;
+    if (n == 0) return UPIPE_OK;
+    k->capacity = (int64_t *)malloc((size_t)(n + 1) * sizeof *k->capacity);
+    if (k->capacity == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for borders of documents");
+    for (i = 0; i <= n; ++i) k->capacity[i] = first + i;
+    k->m.capacity.cu_seqlens = k->capacity;
+    k->m.capacity.cu_seqlens_n = n;
+    return UPIPE_OK;
+}
+
 /* Plans of a rank's training and sample. */
 static inline upipe_status run_plan_rank(const run *u, run_rank *k, int rank, upipe_err *e)
 {
     const setting s = setting_of(&u->o, &u->layout);
     UPIPE_TRY(setting_model(&k->m, &s, rank, e));
+    UPIPE_TRY(run_plan_capacity(u, k, e));
     return sample_model(&k->sampled, &k->m, e);
 }
 
@@ -94,6 +111,19 @@ static inline int run_plan_borders(run *u)
                                              : cli_fail("out of memory: the borders of a step's documents");
 }
 
+/* How many documents a window may have, where linear attention must know it. 0, or -1 with the sentence out. */
+static inline int run_plan_documents(run *u)
+{
+    const corpus *const all[] = {&u->text, &u->held};
+    int i;
+    for (i = 0; i < 2 && llama_has_linear(&u->layout.config); ++i) {
+        const int64_t n = all[i]->packed ? data_documents_max(all[i]) : 0;
+        if (n < 0) return cli_fail("out of memory: the lengths of documents");
+        if (n > u->documents) u->documents = n;
+    }
+    return 0;
+}
+
 /* Plans and memory of every rank. 0, or -1 with the sentence out. */
 static inline int run_plan(run *u)
 {
@@ -104,7 +134,7 @@ static inline int run_plan(run *u)
     memset(&e, 0, sizeof e);
     u->ranks = (run_rank *)calloc((size_t)ranks, sizeof *u->ranks);
     if (u->ranks == NULL) return cli_fail("out of memory: %d ranks", ranks);
-    if (run_plan_borders(u) != 0) return -1;
+    if (run_plan_borders(u) != 0 || run_plan_documents(u) != 0) return -1;
     for (r = 0; r < ranks && s == UPIPE_OK; ++r) s = run_plan_rank(u, &u->ranks[r], r, &e);
     /* A dry run walks through all sums: their number must make sense before. */
     if (s == UPIPE_OK && !u->o.plan && run_check_memory(u, 0) != 0) return -1;

@@ -28,6 +28,7 @@ static inline void run_free(run *u)
         pools_close(&u->ranks[r].p, NULL);
         side_stream_close(&u->ranks[r].ahead, NULL);
         free(u->ranks[r].events);
+        free(u->ranks[r].capacity);
     }
     if (u->log != NULL) fclose(u->log);
     free(u->ranks);

@@ -42,6 +42,7 @@ typedef struct run_rank {
     upipe_ctx c;
     trainer t;
     data_order order;
+    int64_t *capacity;  /* as the model has it */
     int64_t *borders;   /* of a step's packed documents, as trainer_batch has them; NULL: there are none */
     int32_t *inputs;    /* of a step, and behind them its targets */
     int64_t step, last; /* begun; the last one that updated the weights */
@@ -63,6 +64,7 @@ typedef struct run {
     llama_adapter adapter; /* of --load-adapter */
     upipe_ops ops;         /* of the device, for plans */
     corpus text, held;     /* of --eval; no windows: none */
+    int64_t documents;     /* that a window may have, where the plan needs it; 0: it does not */
     int32_t *prompt;       /* of the sample */
     int64_t prompt_n;
     struct world net;

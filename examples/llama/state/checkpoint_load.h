@@ -13,6 +13,7 @@ typedef struct llama_load_work {
     upipe_ctx *c;
     upipe_err *err;
     const llama_layout *layout;
+    const llama_family *family;
     const llama_state *state;           /* what is read goes there; NULL: all is checked alone */
     const llama_adapter *merged;        /* is added to it; NULL: nothing */
     const llama_tensor **by_name;       /* [layout's stored_n] */
@@ -77,10 +78,11 @@ static int llama_load_values(llama_load_work *w, const llama_tensor *t, int64_t 
 static int llama_load_read(llama_load_work *w, const st_file *f, const st_tensor *from, const llama_tensor *t)
 {
     const llama_range need = llama_held(w->state, UPIPE_ZERO_WEIGHTS, t);
-    int64_t at, n;
+    int64_t at, n, there;
     for (at = need.first; at < need.end; at += n) {
         n = need.end - at < LLAMA_CHUNK / 4 ? need.end - at : LLAMA_CHUNK / 4;
-        if (st_read_f32(f, from, at - t->at, n, w->host, w->err) ||
+        there = llama_in_file(t, at - t->at, &n);
+        if (st_read_f32(f, from, there, n, w->host, w->err) ||
             (w->merged != NULL && llama_adapter_add(w->merged, t, at - t->at, n, w->host, w->err)))
             return -1;
         if (!llama_finite(w->host, n, 4))
@@ -90,29 +92,51 @@ static int llama_load_read(llama_load_work *w, const st_file *f, const st_tensor
     return 0;
 }
 
-/* What a file may hold beside the model's tensors: nothing in it changes the model. */
-static int llama_load_spare(const char *name)
+/* What a file may hold beside the model's tensors: nothing in it changes the model. Of a larger model its other parts. */
+static int llama_load_spare(const llama_family *family, const char *name)
 {
     static const char buffer[] = "rotary_emb.inv_freq";
-    size_t length = strlen(name), tail = sizeof buffer - 1;
+    size_t length = strlen(name), tail = sizeof buffer - 1, n;
+    const char *other = family->others;
+    for (; other != NULL && *(other += strspn(other, " ")) != '\0'; other += n) {
+        n = strcspn(other, " ");
+        if (strncmp(name, other, n) == 0) return 1;
+    }
     return length >= tail && strcmp(name + length - tail, buffer) == 0;
+}
+
+enum { LLAMA_LOAD_NAME = 120 };
+
+/* `name` with another beginning: of a tensor in a larger model's file as the layout has it or, with `whole`, the reverse. */
+static const char *llama_load_name(char out[LLAMA_LOAD_NAME], const llama_family *family, const char *name,
+                                   int whole)
+{
+    static const char own[] = "model.";
+    const char *const from = whole ? own : family->part, *const to = whole ? family->part : own;
+    if (family->part == NULL || strncmp(name, from, strlen(from)) != 0) return name;
+    snprintf(out, LLAMA_LOAD_NAME, "%s%s", to, name + strlen(from));
+    return out;
 }
 
 /* A head that is stored beside the embedding that it is tied to has the same numbers. */
 static int llama_load_tied(llama_load_work *w, const st_file *f, const st_tensor *head)
 {
     const llama_tensor *embed = llama_find(w->layout, LLAMA_EMBED, -1);
-    const char *part =
-        w->map != NULL ? json_string_value(json_object_get(w->map, embed->name)) : "model.safetensors";
     const int64_t most = LLAMA_CHUNK / 8;
-    char path[LLAMA_PATH];
+    char path[LLAMA_PATH], whole[LLAMA_LOAD_NAME];
+    const char *name = embed->name, *part = "model.safetensors";
     const st_tensor *t;
     st_file other;
     int64_t at, n;
     int bad;
+    if (w->map != NULL) {
+        if (json_object_get(w->map, name) == NULL) name = llama_load_name(whole, w->family, name, 1);
+        part = json_string_value(json_object_get(w->map, name));
+    }
     if (part == NULL) return 0; /* the embedding is missing, which is said at the end */
     if (llama_path_in(path, w->path, part, w->err) || st_open(&other, path, w->err)) return -1;
-    t = st_find(&other, embed->name);
+    t = st_find(&other, name);
+    if (t == NULL) t = st_find(&other, llama_load_name(whole, w->family, name, 1));
     bad = t != NULL && t->n == head->n
               ? 0
               : st_fail(w->err, other.path, "%.80s is missing, or has another shape", embed->name);
@@ -134,8 +158,10 @@ static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *p
                              int reading)
 {
     const llama_layout *l = w->layout;
-    const llama_tensor *const *found = (const llama_tensor *const *)bsearch(
-        t->name, w->by_name, (size_t)l->stored_n, sizeof *w->by_name, llama_find_name);
+    char own[LLAMA_LOAD_NAME];
+    const llama_tensor *const *found =
+        (const llama_tensor *const *)bsearch(llama_load_name(own, w->family, t->name, 0), w->by_name,
+                                             (size_t)l->stored_n, sizeof *w->by_name, llama_find_name);
     const int head = l->config.tied && strcmp(t->name, "lm_head.weight") == 0;
     const llama_tensor *expected = head ? llama_find(l, LLAMA_EMBED, -1) : found != NULL ? *found : NULL;
     upipe_err *err = w->err;
@@ -147,8 +173,9 @@ static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *p
         ++w->mapped;
     }
     if (expected == NULL)
-        return llama_load_spare(t->name) ? 0
-                                         : st_fail(err, f->path, "%.80s is no tensor of this model", t->name);
+        return llama_load_spare(w->family, t->name)
+                   ? 0
+                   : st_fail(err, f->path, "%.80s is no tensor of this model", t->name);
     if (llama_load_fits(f, t, expected, err)) return -1;
     if (head) return w->state == NULL ? llama_load_tied(w, f, t) : 0;
     w->seen[expected - l->stored] = 1;
@@ -286,6 +313,7 @@ static int llama_load_model(llama_load_work *w)
     size_t n = (size_t)w->layout->stored_n;
     json_t *root = NULL;
     int bad;
+    w->family = &llama_families[w->layout->config.family];
     w->by_name = (const llama_tensor **)calloc(n, sizeof *w->by_name);
     w->seen = (char *)calloc(n, 1);
     w->host = (float *)malloc(LLAMA_CHUNK + LLAMA_CHUNK / 2);
@@ -380,7 +408,7 @@ static int llama_load_states(upipe_ctx *c, const st_file *f, const llama_state *
                              int group, float *data, void *host)
 {
     const llama_layout *l = state->layout;
-    int64_t at, n;
+    int64_t at, n, there;
     int i;
     for (i = 0; i < l->stored_n; ++i) {
         const llama_tensor *t = &l->stored[i];
@@ -392,7 +420,8 @@ static int llama_load_states(upipe_ctx *c, const st_file *f, const llama_state *
         r = llama_held(state, UPIPE_ZERO_STATES, t);
         for (at = r.first; at < r.end; at += n) {
             n = r.end - at < LLAMA_CHUNK / 4 ? r.end - at : LLAMA_CHUNK / 4;
-            if (st_read_raw(f, entry, at - t->at, n, host, &c->err) ||
+            there = llama_in_file(t, at - t->at, &n);
+            if (st_read_raw(f, entry, there, n, host, &c->err) ||
                 c->ops->copy(c, data + (at + r.shift), host, (size_t)n * 4) != UPIPE_OK)
                 return -1;
         }

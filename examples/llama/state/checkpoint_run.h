@@ -151,12 +151,26 @@ static inline int llama_finite(const void *data, int64_t n, size_t size)
 
 /* ---- a tensor: whether it is the model's, and which of its elements a rank has ---- */
 
+/* The shape that files have; returns its dimensions. */
+static int llama_shape(const llama_tensor *t, int64_t shape[3])
+{
+    const int conv = t->kind == LLAMA_CONV; /* which PyTorch has with one channel each */
+    shape[0] = t->rows;
+    shape[1] = conv ? 1 : t->cols;
+    shape[2] = t->cols;
+    return conv ? 3 : t->is_vector ? 1 : 2;
+}
+
 static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_tensor *expected,
                             upipe_err *err)
 {
-    int rank = expected->is_vector ? 1 : 2;
-    if (t->rank == rank && t->shape[0] == expected->rows && (rank == 1 || t->shape[1] == expected->cols))
-        return 0;
+    int64_t shape[3];
+    const int rank = llama_shape(expected, shape);
+    if (t->rank == rank && memcmp(t->shape, shape, (size_t)rank * sizeof *shape) == 0) return 0;
+    if (rank == 3)
+        return st_fail(err, f->path,
+                       "%.80s has %d dimensions, the first %" PRId64 ", not 3, %" PRId64 " x 1 x %" PRId64,
+                       t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, shape[0], shape[2]);
     if (rank == 1)
         return st_fail(err, f->path, "%.80s has %d dimensions, the first %" PRId64 ", not 1 of %" PRId64,
                        t->name, t->rank, t->rank > 0 ? t->shape[0] : 0, expected->rows);
@@ -173,6 +187,15 @@ static int llama_load_fits(const st_file *f, const st_tensor *t, const llama_ten
         return st_fail(err, f->path, "%.80s is %s, not F64, F32, F16 or BF16", t->name,
                        st_dtype_name(t->dtype));
     return llama_load_shape(f, t, expected, err);
+}
+
+/* Where files have element i of a tensor; at most *n from it on, which becomes fewer, follow each other there too. */
+static int64_t llama_in_file(const llama_tensor *t, int64_t i, int64_t *n)
+{
+    const int64_t half = t->n / 2, at = i % half, left = t->turns > 0 ? t->turns - at % t->turns : 0;
+    if (t->turns == 0) return i;
+    if (*n > left) *n = left;
+    return (2 * (at / t->turns) + i / half) * t->turns + at % t->turns;
 }
 
 /* Elements first .. end - 1 of a group, of one tensor; in the array in question element i is number i + shift. */

@@ -29,11 +29,10 @@ static inline int llama_add_tensor(st_writer *w, const char *prefix, const llama
                                    upipe_err *err)
 {
     char name[112];
-    int64_t shape[2];
-    shape[0] = t->rows;
-    shape[1] = t->cols;
+    int64_t shape[3];
+    const int rank = llama_shape(t, shape);
     snprintf(name, sizeof name, "%s%s", prefix, t->name);
-    return st_add(w, name, dtype, t->is_vector ? 1 : 2, shape, err) < 0 ? -1 : 0;
+    return st_add(w, name, dtype, rank, shape, err) < 0 ? -1 : 0;
 }
 
 /* The run's numbers as text, reals with all their digits; what --resume would refuse is not saved. */
@@ -161,7 +160,7 @@ static inline int llama_save_slices(llama_save_work *s, st_writer *w, int entry,
         const llama_tensor *t = &l->stored[i];
         const int number = entry;
         llama_range r;
-        int64_t at, n;
+        int64_t at, n, there;
         if (w == &s->optimizer && t->frozen) continue;
         ++entry;
         if (llama_zero(s->state, t) != z) continue;
@@ -169,13 +168,14 @@ static inline int llama_save_slices(llama_save_work *s, st_writer *w, int entry,
         for (at = r.first; at < r.end; at += n) {
             n = LLAMA_CHUNK / (int64_t)size;
             if (n > r.end - at) n = r.end - at;
+            there = llama_in_file(t, at - t->at, &n);
             if (s->c->ops->copy(s->c, s->host, (const char *)data + (size_t)(at + r.shift) * size,
                                 (size_t)n * size) != UPIPE_OK)
                 return -1;
             if (!llama_finite(s->host, n, size))
                 return llama_config_fail(&s->c->err, s->whole, "%s is not finite, and is not saved",
                                          w->entries[number].name);
-            if (st_pwrite(w, number, at - t->at, n, s->host, &s->c->err) || llama_save_beat(s)) return -1;
+            if (st_pwrite(w, number, there, n, s->host, &s->c->err) || llama_save_beat(s)) return -1;
         }
     }
     return 0;

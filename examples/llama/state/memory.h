@@ -159,6 +159,18 @@ static inline int memory_same_slices(int64_t n, const model *a, const model *b)
            upipe_reduce_slice(n, model_world_rank(b), model_world(b), &at);
 }
 
+/* Whether two ranks have as many chunks in layers of linear attention, and send the same: the first one nothing to the rank
+ * before it, the last one nothing behind it, and nobody over a border. */
+static inline int memory_same_linear(const model *a, const model *b)
+{
+    const upipe_plan_desc *p = &a->plan.desc, *q = &b->plan.desc;
+    const int64_t from = upipe_shard_pos(&a->plan.shard, 0), to = upipe_shard_pos(&b->plan.shard, 0);
+    if (p->rank == q->rank || !llama_has_linear(&a->layout->config)) return 1;
+    if (from % UPIPE_LINEAR_CHUNK != to % UPIPE_LINEAR_CHUNK) return 0;
+    return a->borders == NULL && p->rank > 0 && q->rank > 0 && p->rank < p->ranks - 1 &&
+           q->rank < q->ranks - 1;
+}
+
 /* memory_same -- whether two ranks' pools live the same: where tokens, heads or weights do not divide, ranks have
  *                different numbers of them */
 static inline int memory_same(const model *a, const model *b)
@@ -174,7 +186,7 @@ static inline int memory_same(const model *a, const model *b)
     for (i = 0; i < a->layout->units && same; ++i)
         same = memory_same_slices(first[i + 1] - first[i], a, b) &&
                memory_same_slices(frozen[i + 1] - frozen[i], a, b);
-    return same && memory_same_slices(a->layout->vectors, a, b);
+    return same && memory_same_linear(a, b) && memory_same_slices(a->layout->vectors, a, b);
 }
 
 enum { MEMORY_WALK_MAX = 50000000 }; /* some seconds */
