@@ -188,9 +188,10 @@ static inline void unit(double *v, int n)
 static inline void delta_rule(double *S, double *o, const double *q, const double *k, const double *v,
                               double g, double beta, int K, int V)
 {
+    const double decay = exp(g);
     for (int b = 0; b < V; ++b) {
         double seen = 0, sum = 0;
-        for (int c = 0; c < K; ++c) seen += (S[c * V + b] *= exp(g)) * k[c];
+        for (int c = 0; c < K; ++c) seen += (S[c * V + b] *= decay) * k[c];
         for (int c = 0; c < K; ++c) sum += (S[c * V + b] += k[c] * beta * (v[b] - seen)) * q[c];
         o[b] = sum / sqrt(K);
     }
