@@ -1713,6 +1713,8 @@ static const struct {
      NULL},
     {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3_5 "},\"tie_word_embeddings\":true}",
      "tie_word_embeddings and that of text_config say different things"},
+    {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3_5 ",\"tie_word_embeddings\":true}}",
+     "tie_word_embeddings and that of text_config say different things"},
     {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3_5 "},\"hidden_size\":64}",
      "hidden_size is a key that is not known of a qwen3_5"},
     {"{\"model_type\":\"qwen3_5\",\"text_config\":{" QWEN3_5 ",\"num_experts\":4}}",

@@ -150,12 +150,10 @@ def test_documents(_):
     packed('many', list(read(BOOK)[3000:3000 + 30 * 33]), list(range(1, 31)) + [30 * 33 - 31 * 15])
     for ranks, more in [(1, {}), (3, {'shuffle': 'documents'}), (4, {'accumulate': 2, 'eval': 'all.bin', 'sample': 2})]:
         run(f'many documents, {ranks} ranks', ranks=ranks, **more, **{**flags, 'tokens_file': 'many.bin', 'tokens': 96, 'steps': 9})
-    # a later window where every token is a chunk: borders that are no ends of chunks, and ends of chunks that are no borders
-    wide = {**CONFIG, 'linear_key_head_dim': 64, 'linear_value_head_dim': 64}
-    write_model('wide', wide, random_tensors(wide))
-    lengths = [1] * 63 + [2, *[1] * 62] * 6 + [2, *[1] * 16, 463]
-    packed('dense', list(read(BOOK)[3000:3000 + sum(lengths)]), lengths)
-    run('dense documents', load='wide', **{**flags, 'tokens_file': 'dense.bin', 'tokens': 464})
+
+    # a window whose borders are none of a chunk's ends makes more chunks than that of the first step, whose borders are
+    packed('odd', list(read(BOOK)[3000:3000 + 1499]), [2] * 249 + [1] + [2] * 500)
+    run('odd borders', **{**flags, 'tokens_file': 'odd.bin', 'tokens': 498, 'steps': 3, 'seed': 3})
 
 
 def test_whole(_):
@@ -174,6 +172,8 @@ def test_whole(_):
     same(run('in parts', said=1, load='parts', data='text'), want, 'in parts')
     write_model('more', WHOLE, {**whole, 'model.audio.weight': ([1], bytes(4))})
     refused([TRAIN, *words_of({'load': 'more', 'data': 'text'})], '.', 1, ['model.audio.weight is no tensor of this model'], lines=2)
+    write_model('twice', WHOLE, {**whole, 'model.norm.weight': tensors['model.norm.weight']})
+    refused([TRAIN, *words_of({'load': 'twice', 'data': 'text'})], '.', 1, ['model.*norm.weight is there twice, by two names'], lines=2)
     # a tied head that is stored beside its embedding
     tied = {**WHOLE, 'tie_word_embeddings': True, 'text_config': {**CONFIG, 'tie_word_embeddings': True}}
     embed = whole['model.language_model.embed_tokens.weight']

@@ -257,8 +257,9 @@ int main(void)
     check_linear_drawn(&c, 60, 150, 70);
     check_linear_cuts(&c, 3);
     check_linear_documents(&c);
-    TEST(check_linear_strides(&c));
-    TEST(check_linear_types(&c, UPIPE_F16));
+    check_linear_strides(&c);
+    check_linear_repeated(&c);
+    check_linear_types(&c, UPIPE_F16);
     check_linear_gates(&c);
     check_linear_long(&c);
     check_conv_drawn(&c, 60);

@@ -83,6 +83,9 @@ static void test_refusals(void)
     REFUSED(q.l.chunk = 257, ARG, "chunks of 257 tokens");
     small.chunk_max = 3;
     REFUSED(q.l.rules = &small, UNSUPPORTED, "chunks of 4 tokens; the rules");
+    REFUSED((q.l.rules = &small, q.l.chunk = 0), UNSUPPORTED, "linear layer: chunks of 64 tokens; the rules");
+    CHECK_INT(mem.peak, 0);
+    CHECK(alone.failure.status == UPIPE_OK);
     REFUSED(q.l.norm_eps = -1, ARG, "norm_eps -1");
     REFUSED((q.l.heads = q.l.key_heads = 1 << 30), OVERFLOW, "1073741824 heads of 3 x 5");
     REFUSED(q.l.plan = &batch, UNSUPPORTED, "a scan of 2 sequences");

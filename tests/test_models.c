@@ -151,7 +151,7 @@ static void print_page(FILE *f)
     for (i = 0; i < LLAMA_FAMILIES; ++i) print_row(f, &llama_families[i]);
     fputs(
         "\n## Where a key is absent\n\n"
-        "The values of `transformers`. A number of heads is not guessed.\n\n"
+        "The values of `transformers`. A number of heads is not guessed, and no number of linear attention.\n\n"
         "| `model_type` | num_key_value_heads | head_dim | rms_norm_eps | rope_theta | tie_word_embeddings | pad_token_id |"
         " sliding_window |\n|---|---|---|---|---|---|---|---|\n",
         f);

@@ -321,9 +321,9 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, void *dwg, upip
  *           upipe_layer_bwd gives. May be dy
  *   dy      [rows][1][D] view, the plan's type; may be freed afterwards
  *   x       the forward's
- *   bytes   delta (rows * H * 4), two tiles (rows * H * v_dim) and one of a stage and rank's heads, one in f32 (none for
- *           f32 storage) and the scratch of a product. A tile has the layer's rows, rounded up to UPIPE_SUM_ROWS.
- *           With a grad_dtype that is not f32 also dWo and dWg in f32
+ *   bytes   delta (rows * H * 4), two tiles (rows * H * v_dim) and one of a stage and rank's heads (with attn_reads_o
+ *           the new slots instead), one in f32 (none for f32 storage) and the scratch of a product. A tile has the
+ *           layer's rows, rounded up to UPIPE_SUM_ROWS. With a grad_dtype that is not f32 also dWo and dWg in f32
  *   errors  ARG, MEMORY; UNSUPPORTED: a table without glu. The team is then aborted, and save is valid for
  *           upipe_saved_free alone
  */

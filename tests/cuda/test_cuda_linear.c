@@ -360,8 +360,9 @@ int main(void)
             check_linear_documents(&staged.c);
             check_runs(&staged.c);
             check_linear_cuts(&staged.c, 1);
-            TEST(check_linear_strides(&staged.c));
-            TEST(check_linear_types(&staged.c, UPIPE_BF16));
+            check_linear_strides(&staged.c);
+            check_linear_repeated(&staged.c);
+            check_linear_types(&staged.c, UPIPE_BF16);
             check_linear_gates(&staged.c);
             check_linear_long(&staged.c);
             check_fade(&staged.c);

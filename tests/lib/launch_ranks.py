@@ -4,8 +4,9 @@ import os
 import subprocess
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
-from checks import wait_for
+from checks import needed, wait_for
 
 HANGS = 600  # seconds: far more than any of them takes
 
@@ -25,10 +26,11 @@ def run_ranks(words, hosts, own=None, cwd=None, all_fall=False, **variables):
                                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', cwd=cwd))
         try:
             if all_fall:
-                wait_for(lambda: any(rank.poll() is not None for rank in ranks))
+                needed(wait_for(lambda: any(rank.poll() is not None for rank in ranks)), f'no rank of {words} ends')
                 for rank in ranks:
                     rank.kill()
-            said = [rank.communicate(timeout=max(until - time.monotonic(), 0.1)) for rank in ranks]
+            with ThreadPoolExecutor(len(ranks)) as readers:  # one that says much waits for its reader, and others for it
+                said = list(readers.map(lambda rank: rank.communicate(timeout=max(until - time.monotonic(), 0.1)), ranks))
         finally:
             for rank in ranks:
                 rank.kill()

@@ -6,6 +6,7 @@
  *     check_linear_cuts(c, 3);                key heads
  *     check_linear_documents(c);
  *     check_linear_strides(c);
+ *     check_linear_repeated(c);
  *     check_linear_types(c, UPIPE_F16);       the last one
  *     check_linear_gates(c);
  *     check_linear_long(c);
@@ -451,43 +452,83 @@ static inline upipe_view *view_of(upipe_linear_grad *g, int i)
     return views[i];
 }
 
+/* A forward and a backward of one call. */
+static inline void both_calls(upipe_ctx *c, upipe_linear_grad *g)
+{
+    work_begin(c, &g->a, UPIPE_LINEAR_FWD);
+    CHECK_STATUS(upipe_linear_fwd(c, &rules, &g->a), UPIPE_OK, c->err);
+    work_begin(c, &g->a, UPIPE_LINEAR_BWD);
+    CHECK_STATUS(upipe_linear_bwd(c, &rules, g), UPIPE_OK, c->err);
+}
+
 /* Heads outside, and gaps behind every row: the bits of packed tensors, and what lies in gaps stays. */
 static inline void check_linear_strides(upipe_ctx *c)
 {
     enum { GAP = 3 };
     test_rng r = {37};
-    linear x = {.n = 70, .key_heads = 2, .heads = 4, .key_dim = 24, .value_dim = 40, .delta = 1};
-    upipe_linear_grad g, apart;
-    draw(&x, &r, 0.05);
-    run(&x, c, &x.n, 1);
-    apart = g = call_of(&x, 0, x.n, 0);
-    for (int i = 0; i < LINEAR_VIEWS; ++i) {
-        const upipe_view from = *view_of(&g, i);
-        upipe_view *to = view_of(&apart, i);
-        const int64_t step = from.d + GAP;
-        *to = upipe_view_make(buffer((size_t)(from.n * from.h * step) * 4), UPIPE_F32, from.n, step, from.h,
-                              from.n * step, from.d);
-        for (int64_t j = 0; i < LINEAR_VIEWS / 2 && j < from.n * from.h; ++j)
-            memcpy(upipe_view_at(*to, j / from.h, (int)(j % from.h)),
-                   upipe_view_at(from, j / from.h, (int)(j % from.h)), (size_t)from.d * 4);
-    }
-    apart.a.state = x.state, apart.a.out = floats(count_of(&x, 5));
-    apart.dstate = (float *)copy_of(x.dend, (size_t)count_of(&x, 5) * 4);
-    work_begin(c, &apart.a, UPIPE_LINEAR_FWD);
-    CHECK_STATUS(upipe_linear_fwd(c, &rules, &apart.a), UPIPE_OK, c->err);
-    work_begin(c, &apart.a, UPIPE_LINEAR_BWD);
-    CHECK_STATUS(upipe_linear_bwd(c, &rules, &apart), UPIPE_OK, c->err);
-    CHECK_BYTES(apart.a.out, x.end, count_of(&x, 5) * 4);
-    CHECK_BYTES(apart.dstate, x.dstate, count_of(&x, 5) * 4);
-    for (int i = LINEAR_VIEWS / 2; i < LINEAR_VIEWS; ++i) {
-        const upipe_view want = *view_of(&g, i), got = *view_of(&apart, i);
-        for (int64_t j = 0; j < want.n * want.h; ++j) {
-            const float *row = (const float *)upipe_view_at(got, j / want.h, (int)(j % want.h));
-            int whole = 1;
-            for (int e = 0; e < GAP * 4; ++e) whole &= ((const unsigned char *)(row + want.d))[e] == 0xff;
-            CHECK_BYTES(row, upipe_view_at(want, j / want.h, (int)(j % want.h)), want.d * 4);
-            CHECK_SAY(whole, "view %d: what lies behind row %lld is written", i, (long long)j);
+    for (int delta = 0; delta < 2; ++delta) {
+        linear x = {.n = 70, .key_heads = 2, .heads = 4, .key_dim = 24, .value_dim = 40, .delta = delta};
+        upipe_linear_grad g, apart;
+        draw(&x, &r, 0.05);
+        run(&x, c, &x.n, 1);
+        apart = g = call_of(&x, 0, x.n, 0);
+        for (int i = 0; i < LINEAR_VIEWS; ++i) {
+            const upipe_view from = *view_of(&g, i);
+            upipe_view *to = view_of(&apart, i);
+            const int64_t step = from.d + GAP;
+            if (from.data == NULL) continue;
+            *to = upipe_view_make(buffer((size_t)(from.n * from.h * step) * 4), UPIPE_F32, from.n, step,
+                                  from.h, from.n * step, from.d);
+            for (int64_t j = 0; i < LINEAR_VIEWS / 2 && j < from.n * from.h; ++j)
+                memcpy(upipe_view_at(*to, j / from.h, (int)(j % from.h)),
+                       upipe_view_at(from, j / from.h, (int)(j % from.h)), (size_t)from.d * 4);
         }
+        apart.a.state = x.state, apart.a.out = floats(count_of(&x, 5));
+        apart.dstate = (float *)copy_of(x.dend, (size_t)count_of(&x, 5) * 4);
+        both_calls(c, &apart);
+        CHECK_BYTES(apart.a.out, x.end, count_of(&x, 5) * 4);
+        CHECK_BYTES(apart.dstate, x.dstate, count_of(&x, 5) * 4);
+        for (int i = LINEAR_VIEWS / 2; i < LINEAR_VIEWS - !delta; ++i) {
+            const upipe_view want = *view_of(&g, i), got = *view_of(&apart, i);
+            for (int64_t j = 0; j < want.n * want.h; ++j) {
+                const float *row = (const float *)upipe_view_at(got, j / want.h, (int)(j % want.h));
+                int whole = 1;
+                for (int e = 0; e < GAP * 4; ++e) whole &= ((const unsigned char *)(row + want.d))[e] == 0xff;
+                CHECK_BYTES(row, upipe_view_at(want, j / want.h, (int)(j % want.h)), want.d * 4);
+                CHECK_SAY(whole, "view %d: what lies behind row %lld is written", i, (long long)j);
+            }
+        }
+        buffers_free(0);
+    }
+}
+
+/* Strides of 0 in what is read: the bits of tensors in which the same row is written out. */
+static inline void check_linear_repeated(upipe_ctx *c)
+{
+    test_rng r = {71};
+    for (int i = 0; i < 4; ++i) {
+        linear x = {.n = 70, .key_heads = 2, .heads = 4, .key_dim = 24, .value_dim = 40, .delta = i % 2}, y;
+        upipe_linear_grad g;
+        draw(&x, &r, 0.05);
+        y = twin_of(&x);
+        g = call_of(&y, 0, y.n, 0);
+        for (int j = 0; j < LINEAR_VIEWS / 2; ++j) {
+            upipe_view *v = view_of(&g, j);
+            const upipe_view packed = *v;
+            if (v->data == NULL) continue;
+            v->data = copy_of(packed.data, (size_t)(packed.n * packed.h * packed.d) * 4);
+            v->n_stride = 0;
+            if (i / 2) v->h_stride = 0;
+            for (int64_t row = 0; row < packed.n * packed.h; ++row)
+                memcpy(upipe_view_at(packed, row / packed.h, (int)(row % packed.h)),
+                       upipe_view_at(*v, row / packed.h, (int)(row % packed.h)), (size_t)packed.d * 4);
+        }
+        run(&x, c, &x.n, 1);
+        g.a.state = y.state, g.a.out = y.end, g.dstate = y.dstate;
+        memcpy(y.dstate, y.dend, (size_t)count_of(&y, 5) * 4);
+        both_calls(c, &g);
+        check_bits(&x, &y, "strides of 0");
+        buffers_free(0);
     }
 }
 
@@ -495,40 +536,39 @@ static inline void check_linear_strides(upipe_ctx *c)
 static inline void check_linear_types(upipe_ctx *c, upipe_dtype last)
 {
     test_rng r = {17};
-    linear x = {.n = 70, .key_heads = 2, .heads = 4, .key_dim = 24, .value_dim = 40, .delta = 1};
-    draw(&x, &r, 0.05);
-    for (upipe_dtype t = UPIPE_BF16; t <= last; ++t) {
-        upipe_linear_grad g = call_of(&x, 0, x.n, 0), h;
-        upipe_view *views[8] = {&h.a.q, &h.a.k, &h.a.v, &h.dout, &h.a.o, &h.dq, &h.dk, &h.dv};
-        h = g;
-        for (int i = 0; i < 8; ++i) {
-            const int64_t n = views[i]->n * views[i]->h * views[i]->d;
-            float *wide = (float *)views[i]->data;
-            views[i]->data = zeroed((size_t)n * 2);
-            views[i]->dtype = t;
-            for (int64_t j = 0; i < 4 && j < n; ++j) {
-                upipe_cpu_put(views[i]->data, t, j, wide[j]);
-                wide[j] = upipe_cpu_get(views[i]->data, t, j);
+    for (upipe_dtype t = UPIPE_BF16; t <= last; ++t)
+        for (int delta = 0; delta < 2; ++delta) {
+            linear x = {.n = 70, .key_heads = 2, .heads = 4, .key_dim = 24, .value_dim = 40, .delta = delta};
+            upipe_linear_grad g, h;
+            upipe_view *views[8] = {&h.a.q, &h.a.k, &h.a.v, &h.dout, &h.a.o, &h.dq, &h.dk, &h.dv};
+            draw(&x, &r, 0.05);
+            h = g = call_of(&x, 0, x.n, 0);
+            for (int i = 0; i < 8; ++i) {
+                const int64_t n = views[i]->n * views[i]->h * views[i]->d;
+                float *wide = (float *)views[i]->data;
+                views[i]->data = zeroed((size_t)n * 2);
+                views[i]->dtype = t;
+                for (int64_t j = 0; i < 4 && j < n; ++j) {
+                    upipe_cpu_put(views[i]->data, t, j, wide[j]);
+                    wide[j] = upipe_cpu_get(views[i]->data, t, j);
+                }
             }
-        }
-        for (int way = 0; way < 2; ++way) {
-            upipe_linear_grad *p = way ? &h : &g;
-            p->a.state = x.state, p->a.out = x.end, p->dstate = x.dstate;
-            memcpy(x.dstate, x.dend, (size_t)count_of(&x, 5) * 4);
-            work_begin(c, &p->a, UPIPE_LINEAR_FWD);
-            CHECK_STATUS(upipe_linear_fwd(c, &rules, &p->a), UPIPE_OK, c->err);
-            work_begin(c, &p->a, UPIPE_LINEAR_BWD);
-            CHECK_STATUS(upipe_linear_bwd(c, &rules, p), UPIPE_OK, c->err);
-        }
-        for (int i = 4; i < 8; ++i) {
-            const upipe_view wide = i == 4 ? g.a.o : i == 5 ? g.dq : i == 6 ? g.dk : g.dv;
-            for (int64_t j = 0; j < wide.n * wide.h * wide.d; ++j) {
-                uint16_t want;
-                upipe_cpu_put(&want, t, 0, ((const float *)wide.data)[j]);
-                CHECK_BYTES((const uint16_t *)views[i]->data + j, &want, 2);
+            for (int way = 0; way < 2; ++way) {
+                upipe_linear_grad *p = way ? &h : &g;
+                p->a.state = x.state, p->a.out = x.end, p->dstate = x.dstate;
+                memcpy(x.dstate, x.dend, (size_t)count_of(&x, 5) * 4);
+                both_calls(c, p);
             }
+            for (int i = 4; i < 8; ++i) {
+                const upipe_view wide = i == 4 ? g.a.o : i == 5 ? g.dq : i == 6 ? g.dk : g.dv;
+                for (int64_t j = 0; j < wide.n * wide.h * wide.d; ++j) {
+                    uint16_t want;
+                    upipe_cpu_put(&want, t, 0, ((const float *)wide.data)[j]);
+                    CHECK_BYTES((const uint16_t *)views[i]->data + j, &want, 2);
+                }
+            }
+            buffers_free(0);
         }
-    }
 }
 
 #endif

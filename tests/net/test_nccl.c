@@ -388,6 +388,44 @@ static void files_left(int yes)
     CHECK(setrlimit(RLIMIT_NOFILE, &now) == 0);
 }
 
+/* The hosts' memory is found by the number of a process and of its file. What else may lie under these is left alone: a file
+ * without the mark is not written to, what is no file is not opened. */
+static void test_board(void)
+{
+    enum { HOSTS = 2 };
+    const int64_t here = (int64_t)getpid() << 32, mark = 5;
+    int64_t rows[(1 + HOSTS) * UPI_NCCL_ROW] = {0}, *made = rows + UPI_NCCL_ROW + UPI_NCCL_HEAD;
+    upipe_nccl m[HOSTS];
+    upipe_err e;
+    int fd = upi_nccl_board_make(mark), small = upi_nccl_board_make(mark), ends[2], again;
+    memset(m, 0, sizeof m);
+    for (int r = 0; r < HOSTS; ++r) m[r].comm.rank = r, m[r].comm.ranks = HOSTS;
+    CHECK_INT(upi_nccl_board_map(&m[0], fd, mark), 0);
+    again = upi_nccl_board_open(here + fd);
+    CHECK_INT(upi_nccl_board_map(&m[1], again, mark + 2), ENOENT);
+    CHECK_INT(m[0].cards[0].row[0][0], mark);
+    CHECK_INT(upi_nccl_board_map(&m[1], small, mark), ENOENT);
+    CHECK(m[1].cards == NULL);
+    CHECK_INT(upi_nccl_board_map(&m[1], again, mark), 0);
+    m[0].cards[1].turn = 7;
+    CHECK_INT(m[1].cards[1].turn, 7);
+    CHECK(pipe(ends) == 0);
+    CHECK_INT(upi_nccl_board_open(here + ends[0]), -1);
+    for (int i = 0; i < 2; ++i) (void)close(ends[i]);
+    CHECK_INT(upi_nccl_board_open(here + ends[0]), -1);
+    CHECK_INT(upi_nccl_board_map(&m[1], -1, mark), ENOENT);
+    for (int r = 0; r < HOSTS; ++r) CHECK_STATUS(upi_nccl_leave(&m[r], &e), UPIPE_OK, e);
+    (void)close(fd), (void)close(small), (void)close(again);
+    /* of the ranks that have a window one does not reach the memory */
+    m[0].rows = rows;
+    for (int r = 0; r < HOSTS; ++r) {
+        made[r * UPI_NCCL_ROW + UPI_NCCL_WINDOW] = 1;
+        made[r * UPI_NCCL_ROW + UPI_NCCL_DOMAIN] = HOSTS;
+        made[r * UPI_NCCL_ROW + UPI_NCCL_CARDS] = r == 0;
+    }
+    CHECK_TEXT(upi_nccl_incomplete(&m[0]), "rank 1 does not reach rank 0's files in /proc");
+}
+
 static void test_engines(crew *all)
 {
     all->zero_sm = ASKED;
@@ -817,6 +855,7 @@ int main(void)
 {
     crew *all = &the_crew;
     test_all_to_all_list();
+    test_board();
     for (int seed = 0; seed < 4; ++seed) {
         fake_seed((uint64_t)seed);
         fake_eager(seed == 3);

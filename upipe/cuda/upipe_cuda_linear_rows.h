@@ -4,8 +4,8 @@
  *     upi_cuda_linear_gates(&ctx, &g)      decays and strengths of all tokens
  *
  * A thread of the convolution walks over a tile of 64 rows of a few channels, in groups of 4 or 8 rows that it loads at once.
- * It keeps the group and the one beside it in registers, so it reads a row once, and once more the rows of a border between
- * tiles: taps - 1 of 64. What a tile needs of rows that another thread overwrites is in the device's scratch before: of y that
+ * It keeps the group and the one beside it in registers, so it reads a row once, and once more a group at the border between
+ * two tiles: 4 or 8 rows of 64. What a tile needs of rows that another thread overwrites is in the device's scratch before: of y that
  * lies over x, rows of x; of dx that lies over dy, gradients before SiLU.
  *
  * Nothing waits for another thread, and nothing is added atomically. An element is one f32 chain, in the CPU's order. The

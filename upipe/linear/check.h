@@ -7,6 +7,7 @@
 
 UPIPE_API upipe_status upi_lin_check_shape(upipe_ctx *c, const upipe_linear_layer *l)
 {
+    const int chunk = l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK;
     int64_t size, all;
     UPIPE_TRY(upipe_borders_check(&c->err, &l->capacity));
     if (l->heads < 1 || l->key_heads < 1 || l->heads % l->key_heads != 0 || l->stage_keys < 0 ||
@@ -32,9 +33,9 @@ UPIPE_API upipe_status upi_lin_check_shape(upipe_ctx *c, const upipe_linear_laye
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "linear layer: chunks of %d tokens (at most %d), norm_eps %g", l->chunk,
                           UPIPE_LINEAR_CHUNK_MAX, (double)l->norm_eps);
-    if (l->chunk > l->rules->chunk_max)
+    if (chunk > l->rules->chunk_max)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "linear layer: chunks of %d tokens; the rules %s have at most %d", l->chunk,
+                          "linear layer: chunks of %d tokens; the rules %s have at most %d", chunk,
                           l->rules->name, l->rules->chunk_max);
     if (!upipe_mul(&size, upi_lin_states(l, 1) + (l->taps - 1) * upi_lin_channels(l, 1),
                    4 * (int64_t)l->key_heads) ||

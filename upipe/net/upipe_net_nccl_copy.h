@@ -84,7 +84,8 @@ UPIPE_API upipe_status upipe_nccl_slab_free(void *slab, upipe_err *e)
 
 enum { UPI_NCCL_PATH = 48 };
 
-/* Rank 0's file for the cards. It has its name for no longer than this call: nothing is left of a process that is killed. */
+/* Rank 0's file for the cards. It has its name, and no bytes, for no longer than this call: a process that is killed leaves
+ * no memory behind. */
 UPIPE_API int upi_nccl_board_make(int64_t mark)
 {
     char path[UPI_NCCL_PATH];
@@ -95,26 +96,28 @@ UPIPE_API int upi_nccl_board_make(int64_t mark)
     return fd;
 }
 
-/* The same file, by the process that has it open and its number there. */
+/* The same file, by the process that has it open and its number there. Another machine's or container's process of that
+ * number may have anything under it: to open a terminal or a device is to act on it, so that only a file is opened. */
 UPIPE_API int upi_nccl_board_open(int64_t file)
 {
     char path[UPI_NCCL_PATH];
+    struct stat about;
     snprintf(path, sizeof path, "/proc/%d/fd/%d", (int)(file >> 32), (int)(file & INT32_MAX));
-    return open(path, O_RDWR | O_CLOEXEC);
+    return stat(path, &about) == 0 && S_ISREG(about.st_mode) ? open(path, O_RDWR | O_CLOEXEC) : -1;
 }
 
-/* Maps the cards of all ranks of the team. Another machine's or container's process of that number has another file, or one
- * without the mark, which lies where only later turns write. Returns 0, or the error. */
+/* Maps the cards of all ranks of the team. Another process's file lacks the mark, which lies where only later turns write.
+ * Returns 0, or the error. */
 UPIPE_API int upi_nccl_board_map(upipe_nccl *m, int fd, int64_t mark)
 {
     const size_t bytes = (size_t)m->comm.ranks * sizeof *m->cards;
     struct stat about;
     upi_nccl_card *p;
     int error = 0;
-    if (fd < 0) return errno;
+    if (fd < 0) return m->comm.rank == 0 ? errno : ENOENT;
     if (m->comm.rank == 0)
         error = posix_fallocate(fd, 0, (off_t)bytes); /* else a write may find no memory, and be a signal */
-    else if (fstat(fd, &about) != 0 || !S_ISREG(about.st_mode) || about.st_size < (off_t)bytes)
+    else if (fstat(fd, &about) != 0 || about.st_size < (off_t)bytes)
         error = ENOENT;
     if (error != 0) return error;
     p = (upi_nccl_card *)mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

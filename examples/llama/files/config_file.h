@@ -318,13 +318,13 @@ static inline int llama_config_text(json_t **text, json_t *root, const char *pat
             return llama_config_fail(
                 err, path, "%.60s is a key that is not known of a %s; --ignore-key reads on without it", name,
                 llama_families[like].whole);
-        if (strcmp(name, "tie_word_embeddings") == 0 &&
-            json_is_true(value) != json_is_true(json_object_get(part, name)))
-            return llama_config_fail(err, path,
-                                     "tie_word_embeddings and that of text_config say different things");
         if (llama_is_word(" torch_dtype dtype ", name) && json_object_get(part, name) == NULL)
             json_object_set(part, name, value);
     }
+    if (json_is_true(json_object_get(root, "tie_word_embeddings")) !=
+        json_is_true(json_object_get(part, "tie_word_embeddings"))) /* absent is false in both */
+        return llama_config_fail(err, path,
+                                 "tie_word_embeddings and that of text_config say different things");
     *text = part;
     return 0;
 }

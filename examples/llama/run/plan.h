@@ -53,19 +53,19 @@ static inline int run_check_memory(const run *u, int planned)
 }
 
 /* The scratch of linear attention does not depend on a step's documents: it is that of as many borders as a window may have,
- * a token apart from the rank's first one on, but none where a chunk ends anyway: each makes one more. */
+ * none of which is where a chunk ends anyway. */
 static inline upipe_status run_plan_capacity(const run *u, run_rank *k, upipe_err *e)
 {
-    const int64_t first = upipe_shard_pos(&k->m.plan.shard, 0);
-    const int64_t n = u->documents < k->m.plan.local ? u->documents : k->m.plan.local;
-    int64_t i, at = first;
-    if (n == 0) return UPIPE_OK;
-    k->capacity = (int64_t *)malloc((size_t)(n + 1) * sizeof *k->capacity);
+    const int64_t first = upipe_shard_pos(&k->m.plan.shard, 0), end = first + k->m.plan.local;
+    const int64_t most = u->documents < k->m.plan.local ? u->documents : k->m.plan.local;
+    int64_t at, n = 0;
+    if (most == 0) return UPIPE_OK;
+    k->capacity = (int64_t *)malloc((size_t)(most + 2) * sizeof *k->capacity);
     if (k->capacity == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for borders of documents");
-    for (i = 0; i <= n; ++i, ++at) {
-        if (i > 0 && at % UPIPE_LINEAR_CHUNK == 0) ++at;
-        k->capacity[i] = at;
-    }
+    k->capacity[0] = first;
+    for (at = first + 1; at < end && n < most; ++at)
+        if (at % UPIPE_LINEAR_CHUNK != 0) k->capacity[++n] = at;
+    k->capacity[++n] = end;
     k->m.capacity.cu_seqlens = k->capacity;
     k->m.capacity.cu_seqlens_n = n;
     return UPIPE_OK;

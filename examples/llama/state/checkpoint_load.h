@@ -178,6 +178,8 @@ static int llama_load_tensor(llama_load_work *w, const st_file *f, const char *p
                    : st_fail(err, f->path, "%.80s is no tensor of this model", t->name);
     if (llama_load_fits(f, t, expected, err)) return -1;
     if (head) return w->state == NULL ? llama_load_tied(w, f, t) : 0;
+    if (!reading && w->seen[expected - l->stored])
+        return st_fail(err, f->path, "%.80s is there twice, by two names", t->name);
     w->seen[expected - l->stored] = 1;
     return reading ? llama_load_read(w, f, t, expected) : 0;
 }
