@@ -108,7 +108,7 @@ class Part:
 
 def parts():
     x86 = platform.machine() in ('x86_64', 'AMD64')
-    checked = 'clang' if x86 and wide() else 'gcc'  # valgrind knows AVX2, but not AVX-512
+    avx2 = ['-Dsimd=avx2'] if x86 and wide() else []
     valgrind = ['valgrind', '--quiet', '--error-exitcode=9', '--leak-check=full', '--track-origins=yes']
     pattern = [f'-Dc_args={PATTERN}', f'-Dcpp_args={PATTERN}'] if starts(PATTERN) else []
     cross = ['--cross-file', os.path.join(TOP, 'tests/aarch64.txt'), '-Dmpi=disabled', '-Dexamples=disabled']
@@ -130,7 +130,7 @@ def parts():
         # files, which do not depend on the compiler.
         Part('gcc-O3', [], full='layer ring fpdt llama checkpoint',
              builds=['examples/train', 'examples/logits', 'examples/compare', 'examples/upipe-plan']),
-        Part('clang', ['-Dsimd=avx2'] if x86 and wide() else [], full='kernels ring fpdt checkpoint train', compiler='clang',
+        Part('clang', avx2, full='kernels ring fpdt checkpoint train', compiler='clang',
              needs=(lambda: has('clang'), 'clang is missing')),
         # clang's sanitizers see more: offsets from NULL, and inputs that nobody thought of. Without kernels, which take
         # minutes to compile so.
@@ -138,9 +138,9 @@ def parts():
              compiler='clang', slow=SLOW,
              needs=(lambda: has('clang++') and starts('-fsanitize=address,undefined,fuzzer-no-link', compiler='clang'),
                     'clang or its sanitizers are missing')),
-        Part('valgrind', ['-Doptimization=1'] if checked == 'gcc' else ['-Dsimd=avx2'], full='memcheck',
-             compiler=checked, of=checked, slow=10, wrapper=valgrind,
-             needs=(lambda: has('valgrind') and has(checked), 'valgrind or its build is missing')),
+        # On clang's build: valgrind knows AVX2, but not AVX-512, and takes what has gcc's pattern for set.
+        Part('valgrind', avx2, full='memcheck', compiler='clang', of='clang', slow=10, wrapper=valgrind,
+             needs=(lambda: has('valgrind') and has('clang'), 'valgrind or its build is missing')),
         # The kernels without vector instructions of their own, the product by a BLAS through the same table entry, plain
         # C, and another processor's vectors.
         Part('portable', ['-Doptimization=1', '-Dsimd=portable'], full='kernels'),
