@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from programs import BOOK, METHODS, TOP, refused, sentences, words_of  # pylint: disable=wrong-import-position
+from programs import BOOK, METHODS, TOP, near, refused, same, sentences, words_of  # pylint: disable=wrong-import-position
 
 TRAIN, TOKENIZE = (os.path.abspath(path) for path in sys.argv[1:3])
 FULL = os.environ.get('UPIPE_FULL') == '1'
@@ -45,16 +45,6 @@ def run(what, **flags):
     equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
     equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
     return numbers
-
-
-def same(got, want, what, first=0):
-    for key in ('loss', 'grad_norm'):
-        equal(got[key], want[key][first:], f'{what}: {key}')
-
-
-def near(got, want, what, relative=1e-5):
-    check(len(got) == len(want) and all(abs(a - b) <= relative * abs(b) for a, b in zip(got, want)),
-          f'{what} is {got}, not {want}')
 
 
 def test_formats(_):

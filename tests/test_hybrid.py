@@ -15,7 +15,7 @@ import sys
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
 from hybrid import CONFIG, packed, random_tensors, write_model  # pylint: disable=wrong-import-position
-from programs import BOOK, npy, refused, safetensors, sentences, words_of  # pylint: disable=wrong-import-position
+from programs import BOOK, near, npy, refused, safetensors, same, sentences, words_of  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, PLAN = (os.path.abspath(path) for path in sys.argv[1:4])
 CHUNK, TOKENS = 64, 384  # of the rule; of a sequence, of which two and three ranks hold whole chunks
@@ -37,15 +37,6 @@ def run(what, said=0, **flags):
         equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
         equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
     return numbers
-
-
-def same(got, want, what, first=0):
-    for key in ('loss', 'grad_norm'):
-        equal(got[key], want[key][first:], f'{what}: {key}')
-
-
-def near(got, want, what, relative=1e-5):
-    check(len(got) == len(want) and all(abs(a - b) <= relative * abs(b) for a, b in zip(got, want)), f'{what} is {got}, not {want}')
 
 
 def alike(got, want, what):

@@ -41,6 +41,17 @@ def sentences(stderr):
     return [line for line in stderr.splitlines() if not re.match(r'step \d+/\d+  loss ', line)]
 
 
+def same(got, want, what, first=0):
+    """Losses and norms of a training, in JSON, have the same bits as those of another one from step `first` on."""
+    for key in ('loss', 'grad_norm'):
+        equal(got[key], want[key][first:], f'{what}: {key}')
+
+
+def near(got, want, what, relative=1e-5):
+    check(len(got) == len(want) and all(abs(a - b) <= relative * abs(b) for a, b in zip(got, want)),
+          f'{what} is {got}, not {want}')
+
+
 def refused(command, folder, status, words, what=None, kept=True, lines=1, **more):
     """Ends with this status and one sentence, or so many, with these words, and leaves the folder as it was."""
     what, before = what or ' '.join(command[1:]), tree(folder)
