@@ -3,19 +3,21 @@
  *     gpu device                                              name, driver, memory
  *     gpu roofline [--tokens N]                               copy bandwidth, rate of a bf16 product of N^3
  *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu-seqlens N] [--heads N] [--kv-heads N]
- *                   [--kernels NAME]                          each contestant's rate, or why there is none
+ *                   [--kernels NAME] [--margin N]             each contestant's rate, or why there is none
+ *     gpu rows [--tokens N] [--model-dim N] [--head-dim N]    the kernels that are no attention, beside their bytes
  *     gpu transfer --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
  *               [--layers N] [--overlap] [--transport NAME]
  *
- * Seconds are the median of runs after a warm-up. roofline and attention: between events on the stream. transfer
+ * Seconds are the median of runs after a warm-up. roofline, attention and rows: between events on the stream; the
+ * contestants of attention in turn, and `spread` is half of the distance between their quarters, over the median. transfer
  * and block: by the host's clock, from a barrier until the rank's work is complete on the device; of a run, the
  * slowest rank.
  *
  * What is checked, or there is no figure. attention, before it is timed: o, lse and dq of three queries against
  * double precision, dk and dv of three keys likewise, given the lse and delta of the device, as recomputing those
  * of all queries takes the square of the tokens. transfer: every byte, once. block: the pool's peak against the
- * plan; its numbers are the tests' affair. roofline: nothing.
+ * plan; its numbers are the tests' affair. roofline, rows: nothing.
  *
  * The exit status is 3 where the library refuses what is asked for. bench/gpu.py runs all of this and keeps the
  * results.
@@ -29,10 +31,11 @@
 #include "../examples/common/side_stream.h"
 #include "gpu_attention.h"
 #include "gpu_common.h"
+#include "gpu_rows.h"
 
 enum { EXIT_REFUSED = 3 };
 
-static const char usage_text[] = "usage: gpu device | roofline | attention | transfer | block [flags]\n";
+static const char usage_text[] = "usage: gpu device | roofline | attention | transfer | block | rows [flags]\n";
 
 #define AT(member) offsetof(options, member)
 
@@ -55,6 +58,7 @@ static const flag_row flag_rows[] = {
      "attention over so many packed sequences (cu_seqlens) of one length"},
     {"kernels", "all|upipe|upipe_80|cudnn|cudnn_deterministic", 1, "", FLAG_CHOICE, AT(kernels), 0, 0, "all", 0,
      "whose attention: one that fails may take the others with it"},
+    {"margin", "N", 1, "", FLAG_INT, AT(margin), 0, 1024, "0", 0, "processors that attention on 9.0 leaves free"},
     {"overlap", NULL, 1, "", FLAG_SWITCH, AT(overlap), 0, 1, NULL, 0,
      "stages of the block overlap, on a second stream a rank"},
     {"transport", "threads|peer", 1, "", FLAG_CHOICE, AT(peer), 0, 0, "threads", 0,
@@ -488,7 +492,8 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
 
 int main(int argc, char **argv)
 {
-    static const char *const commands[] = {"device", "roofline", "attention", "transfer", "block"};
+    static const char *const commands[] = {"device", "roofline", "attention", "transfer", "block", "rows"};
+    enum { COMMANDS = sizeof commands / sizeof *commands };
     int given[FLAGS] = {0}, command, status;
     options o;
     upipe_ctx c;
@@ -497,10 +502,10 @@ int main(int argc, char **argv)
     cli_start();
     memset(&o, 0, sizeof o);
     memset(&c, 0, sizeof c);
-    for (command = 0; command < 5 && (argc < 2 || strcmp(argv[1], commands[command]) != 0);) ++command;
+    for (command = 0; command < COMMANDS && (argc < 2 || strcmp(argv[1], commands[command]) != 0);) ++command;
     if (argc >= 2 && strcmp(argv[1], "--help") == 0) return flags_explain(&option_flags) - 1;
-    if (command == 5)
-        return cli_refuse("the first word is device, roofline, attention, transfer or block") - 1;
+    if (command == COMMANDS)
+        return cli_refuse("the first word is device, roofline, attention, transfer, block or rows") - 1;
     status = flags_read(&option_flags, &o, given, argc - 1, argv + 1);
     if (status != 0) return status - 1;
     if (o.tokens == 0) o.tokens = command == 1 ? 8192 : 16384;
@@ -516,6 +521,7 @@ int main(int argc, char **argv)
     if (s == UPIPE_OK && command == 2) s = measure_attention(&c, &d.cuda, &o);
     if (s == UPIPE_OK && command == 3) s = measure_all_to_all(&o, &c.err);
     if (s == UPIPE_OK && command == 4) s = measure_block(&c, &o, &c.err);
+    if (s == UPIPE_OK && command == 5) s = measure_rows(&c, &o);
     if (s == UPIPE_ERR_UNSUPPORTED) return cli_fail("%s%s", cli_status(s), c.err.text), EXIT_REFUSED;
     if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), c.err.text), EXIT_RUN;
     device_close(&d, NULL);

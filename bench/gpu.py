@@ -1,28 +1,36 @@
 #!/usr/bin/env python3
 """gpu.py [FLAGS] -- on a machine with a CUDA device: builds, tests, measures, and keeps the figures
 
-Stages, in this order; all but sanitize without --stage, in at most 20 minutes together. Each takes at most what stands
-beside it, and a command that measures at most 20 s of it, so that one that hangs costs one figure. What failed or had no
-time is said, the rest goes on, and the run fails at its end.
+Stages, in this order; without --stage all but sanitize, profile and repeat, in at most 20 minutes together. Each takes at
+most what stands beside it. What failed or had no time is reported, the rest goes on, and the run fails at its end.
 
-  build      180 s  kernels for this device (nvcc) and the C programs (cc), into build/gpu; with cuDNN beside ours where
-                    its header library is (pip install nvidia-cudnn-frontend, or --cudnn-frontend FOLDER); the machine
-                    code for 9.0 is checked where cuobjdump and nvdisasm are. A warning of the compiler, or machine code
-                    that is not as it should be, is told and does not end the run
-  test       240 s  every tensor map encoded; each instruction of Hopper alone; every test of the CUDA backend that needs no
-                    injected errors, and the examples
-  sanitize   450 s  compute-sanitizer (memcheck, racecheck, synccheck) on the small ones, if it is installed
-  roofline    30 s  bandwidth of a copy, rate of a bf16 product
-  attention  420 s  forward and backward, head dim 64 and 128, causal and full, 1k to 32k tokens; head dim 256, 16k; eight
-                    key/value heads of 32; one head, 64k to 1M tokens, as UPipe's stages have it: the kernels for this
-                    device, those for 8.0, cuDNN with and without a deterministic backward; and in a process of its own
-                    PyTorch's SDPA and the FlashAttention packages, as far as they are installed
-  masks       60 s  a sliding window, packed sequences
-  transfer    40 s  all-to-all of eight thread ranks on the device, by transport
+  build      240 s  kernels for this device (nvcc) and the programs (cc), into build/gpu; with cuDNN beside ours where its
+                    header library is (pip install nvidia-cudnn-frontend, or --cudnn-frontend FOLDER); the machine code for
+                    9.0 is checked where cuobjdump and nvdisasm are. A warning of the compiler, or machine code that is
+                    not as it should be, is reported and does not end the run
+  probe       30 s  every tensor map encoded; each instruction of Hopper in a process of its own; the watch on a kernel
+                    that hangs
+  verdict     60 s  every attention kernel under every mask, a process each. One that is wrong or hangs leaves evidence
+                    (tests/cuda/read_verdict.py names the fault), and the kernel for 8.0 takes its place in all stages below
+  roofline    30 s  bandwidth of a copy, rate of a bf16 product; PyTorch's beside them
+  attention  360 s  forward and backward, head dim 64, 128 and 256, causal and full, 1k to 32k tokens; eight key/value heads
+                    of 32: the kernels for this device, those for 8.0, cuDNN with and without a deterministic backward, in
+                    turn; and in a process of its own PyTorch's SDPA and the FlashAttention packages, as far as installed
   block      180 s  Llama3-8B's attention block on two and eight ranks: Ulysses, UPipe, UPipe with stages that overlap, by
                     transport: seconds, and the driver's count of memory beside the plan
+  train      120 s  a training step of four layers of Llama3-8B's shape on two ranks, Ulysses and UPipe: seconds, and the
+                    driver's peak beside the plan
+  long       150 s  attention of one head, 64k to 1M tokens, as a stage of UPipe has it
+  masks       60 s  a sliding window, packed sequences; head dims 96 and 192
+  rows        30 s  the kernels that are no attention, beside the bytes that must pass the memory
+  transfer    40 s  all-to-all of eight thread ranks on the device, by transport
+  test       240 s  every test of the CUDA backend that needs no injected errors, and the examples
+  sanitize   300 s  compute-sanitizer (memcheck, racecheck) on the verdict of head dim 128, if it is installed
+  profile     60 s  ncu on the kernels of head dim 128, if it is installed
+  repeat      60 s  1,000 runs of attention have the same bits; attention with 0, 8 and 16 processors left free
   chart       20 s  gpu_roofline.png: attainable rates over arithmetic intensity, and every kernel of `attention`
                     (matplotlib)
+  table             what the results folder holds, as tables in Markdown on stdout
 
 Figures go to bench/results/gpu_STAGE.json with device, driver, date and command; as long as some are missing, those that
 are there are in gpu_STAGE.failed.json instead, and an earlier result stays. What compilers and tests print is kept in
@@ -32,148 +40,278 @@ build/gpu/logs. Needs nvcc, a C compiler and Python 3; no Meson. Exit status: 0;
   --resume          figures that gpu_STAGE.failed.json has from this device are not measured again
   --minutes N       at most so long in all (20, or without a limit with --stage)
   --quick           a few small cases without limits of time, to see that it works
-  --watchdog        kernels that hang say who waits for what, and end; slower: not for figures that are kept
-  --program FILE    measure with this gpu (bench/gpu.c), built elsewhere: on a fake device, say
+  --program FILE    measure with this gpu (bench/gpu.c), built elsewhere, and with the other programs of its folder
+  --objects FOLDER  link the kernels that Meson has built in this folder
   --results FOLDER  where figures go
+
+A device for a few minutes, on a machine without a network (docs/benchmarks.md, "A GPU for fifteen minutes"):
+
+  --pack            without a device: builds for 9.0 and puts all programs into one file, build/gpu.tar.xz
+  --brief           unpacks that file, then the most telling cases of every stage from probe to test, within 480 s, at most
+                    100 lines of output, the table last. RESULTS has table.md and everything else in one file,
+                    gpu.tar.xz, after every stage
+  --brief --second  verdict, profile, sanitize and repeat, within 240 s: why, not what
 """
 
 import argparse
-import concurrent.futures
-import datetime
-import glob
-import importlib.metadata
 import json
 import os
+import queue
 import shutil
 import socket
 import subprocess
 import sys
+import tarfile
+import tempfile
+import threading
 import time
 
-TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-BUILD = os.path.join(TOP, 'build', 'gpu')
-LOGS = os.path.join(BUILD, 'logs')
+import gpu_build
+import gpu_table
+from gpu_run import BUILD, COMMAND, CONTESTANTS, TOP, Failed, Lost, Run, keep, kept, kill_session, number
+
 RESULTS = os.path.join(TOP, 'bench', 'results')
-C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA',
-           f'-DUPIPE_SOURCE_ROOT="{TOP}"']
-SMALL = ['test_cuda_rows', 'test_cuda_train_ops', 'test_cuda_attn', 'test_cuda_attn90', 'test_cuda_attn90_bwd',
-         'test_cuda_linear']
-FIRST = ['maps', 'probe', 'watchdog']  # of tests/cuda, before all other tests
-COMMAND = 20  # seconds of a command that measures
-CONTESTANTS = ['upipe', 'upipe_80', 'cudnn', 'cudnn_deterministic']
+PEERS = os.path.join(TOP, 'bench', 'gpu_peers.py')
+KERNEL_DIMS = (64, 96, 128, 192, 256)
 BLOCK = ['--heads', '32', '--kv-heads', '8', '--head-dim', '128', '--model-dim', '4096']
 METHODS = [['--chunk', '32'], ['--chunk', '8'], ['--chunk', '8', '--overlap']]
 TRANSPORTS = ['threads', 'peer']
+VERDICT = 8  # seconds of a kernel and mask; one that hangs is ended after 3
+PEER = 60  # seconds of PyTorch and FlashAttention at a shape
+BRIEF, SECOND = 480, 240  # seconds of a run, its table included
+TABLE = 8  # of these, for the table and the last bundle
+LINES = 50  # of output before the table, which has at most as many
 # The data sheet's dense bf16 and memory rates, for the chart.
 SHEETS = {'H100': (989e12, 3.35e12), 'H200': (989e12, 4.8e12), 'A100': (312e12, 2.04e12)}
 
-clock = {'run': float('inf'), 'stage': float('inf')}  # when they must be over
+
+def pick(run, whole, brief, quick):
+    """What a stage measures in this kind of run."""
+    return quick if run.options.quick else brief if run.options.brief else whole
 
 
-class Failed(Exception):
-    """A stage cannot go on; the sentence says why."""
+# ---- what a kernel that is wrong changes ----
+
+def avoided(run, dim):
+    """The flags by which a command at this head dim leaves out kernels that the verdict has found wrong."""
+    kernel = next((kernel for kernel in KERNEL_DIMS if dim <= kernel), KERNEL_DIMS[-1])
+    bad = run.avoid.get(kernel, set())
+    return ['--avoid', 'both' if len(bad) > 1 else min(bad)] if bad else []
 
 
-def log(sentence):
-    print(f'gpu.py: {sentence}', file=sys.stderr, flush=True)
+def verdict_case(run, case, program='verdict'):
+    """The line of a kernel and mask, and the exit status."""
+    evidence = os.path.join(run.results, 'evidence', '_'.join([program, *case]))
+    done = run.launch([run.path(program), *case, '--evidence', evidence], VERDICT)
+    lines = [line for line in done.out.splitlines() if line.startswith(' '.join(case))]
+    if done.status in (0, 1, 3, 4, 77) and lines:
+        return lines[-1], done.status
+    return f'{" ".join(case)}: {"HANGS" if done.status is None else "FAILED"}: {done.reason()}', done.status or 4
 
 
-def left():
-    """Seconds that the stage may still take; None: any."""
-    end = min(clock.values())
-    return None if end == float('inf') else max(0.0, end - time.monotonic())
+def verdict(run):
+    done = run.launch([run.path('verdict'), '--list'], COMMAND)
+    cases = [line.split() for line in done.out.splitlines()]
+    if done.status != 0 or not cases:
+        raise Failed(f'verdict --list: {done.reason()}')
+    if run.options.second:
+        cases = [case for case in cases if case[1] == '128']
+    elif run.options.quick:
+        cases = cases[::12]
+    os.makedirs(os.path.join(run.results, 'evidence'), exist_ok=True)
+    ends = run.side_by_side(lambda case: verdict_case(run, case), cases, 4)
+    lines = [line for line, _ in ends]
+    bad = [(case, line) for case, (line, status) in zip(cases, ends) if status not in (0, 77)]
+    for case, line in bad:
+        run.report(line)
+        if case[0] in ('fwd90', 'bwd90'):
+            run.avoid.setdefault(int(case[1]), set()).add(case[0])
+    # the same with every product waiting for the one before: right then, and the products race
+    if run.has('verdict_serial'):
+        for line, _ in run.side_by_side(lambda case: verdict_case(run, case, 'verdict_serial'),
+                                        [case for case, _ in bad if case[0] in ('fwd90', 'bwd90')][:8], 4):
+            run.report(f'products one by one: {line}')
+            lines.append(f'products one by one: {line}')
+    with open(os.path.join(run.results, 'gpu_verdict.json'), 'w', encoding='utf-8') as out:
+        json.dump({'cases': len(cases), 'wrong': len(bad), 'lines': lines,
+                   'avoid': {str(dim): sorted(kernels) for dim, kernels in run.avoid.items()}}, out, indent=1)
+    run.report(f'verdict: {len(cases) - len(bad)} of {len(cases)} kernels and masks are right')
+    if bad:
+        raise Failed('kernels are wrong: their evidence is kept, and those for 8.0 take their places')
 
 
-# ---- programs ----
+# ---- probe, test, sanitize ----
 
-def nvcc():
-    found = shutil.which('nvcc') or '/usr/local/cuda/bin/nvcc'
-    if not os.access(found, os.X_OK):
-        raise Failed('there is no nvcc on the path or in /usr/local/cuda')
-    return found
-
-
-def toolkit():
-    return os.path.dirname(os.path.dirname(os.path.realpath(nvcc())))
-
-
-def nccl():
-    """The folder of the NCCL library; None if it or its header is not where compiler or toolkit look."""
-    folders = ['/usr/include', '/usr/local/include', f'{toolkit()}/include']
-    headers = [os.path.join(folder, 'nccl.h') for folder in folders]
-    places = ['/usr/lib*', '/usr/lib/*', '/usr/local/lib', f'{toolkit()}/lib64']
-    libraries = [library for place in places for library in sorted(glob.glob(os.path.join(place, 'libnccl.so')))]
-    return os.path.dirname(libraries[0]) if libraries and any(map(os.path.exists, headers)) else None
+def probe(run):
+    names = run.launch([run.path('probe'), '--list'], COMMAND).out.splitlines()
+    jobs = [('maps', ['maps']), ('watchdog', ['watchdog'])] + [(f'probe_{name.replace(" ", "_")}', ['probe', name]) for name in names]
+    if len(jobs) == 2:
+        raise Failed('probe --list says nothing')
+    ends = run.side_by_side(lambda job: run.call(job[0], [run.path(job[1][0]), *job[1][1:]], COMMAND), jobs, 8)
+    bad = [name for (name, _), status in zip(jobs, ends) if status != 0]
+    for name in 'probe_waits', 'maps':
+        path = os.path.join(run.logs, f'{name}.log')
+        if os.path.exists(path):
+            with open(path, encoding='utf-8') as source:
+                for line in source.read().splitlines()[:2]:
+                    run.report(f'{name}: {line}')
+    if bad:
+        raise Failed(f'failed: {" ".join(bad)}')
+    run.report(f'probe: {len(jobs)} processes passed')
 
 
-def frontend(options):
-    """The folder of cudnn-frontend's headers; None if they or cuDNN are not there."""
-    folder = options.cudnn_frontend
-    if not folder:
+def one_process():
+    """What a launcher would tell the only process, with a port that is free."""
+    with socket.socket() as here:
+        here.bind(('127.0.0.1', 0))
+        port = here.getsockname()[1]
+    return {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(port)}
+
+
+def test(run):
+    jobs = [([gpu_build.stem(name)], {}) for name in gpu_build.device_tests()[1] if gpu_build.stem(name) != 'verdict']
+    if run.options.quick:
+        jobs = jobs[-1:]
+    jobs += [(['09_cuda'], {}), (['08_nccl'], {'env': one_process()}), (['13_plug_cudnn'], {}),
+             (['train', '--device', 'cuda', '--ranks', '2', '--tokens', '256', '--steps', '3', '--sample', '0'], {})]
+    jobs += [(['compare', '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on'], {}) for dtype in ('f32', 'bf16')]
+    jobs = [job for job in jobs if run.has(job[0][0])]
+    if not jobs:
+        raise Failed('there are no programs to test; run the stage build first')
+
+    def run_one(job):
+        words, more = job
+        name = '_'.join(words[:1] + [word for word in words if word in ('f32', 'bf16')])
+        return run.call(name, [run.path(words[0]), *words[1:]], 60 if run.options.brief else float('inf'), **more)
+
+    # the host's oracles take most of the time: programs share the device
+    ends = list(zip(jobs, run.side_by_side(run_one, jobs, 8)))
+    bad = [f'{" ".join(words[:3])} ({"out of time" if status is None else status})' for (words, _), status in ends if status != 0]
+    if bad:
+        raise Failed(f'failed: {"; ".join(bad)}')
+    run.report(f'{len(jobs)} programs passed')
+
+
+def sanitize(run):
+    tool = shutil.which('compute-sanitizer') or '/usr/local/cuda/bin/compute-sanitizer'
+    if not os.access(tool, os.X_OK):
+        return run.report('left out: compute-sanitizer is not installed')
+    jobs = [(f'{check}_{kernel}', [tool, '--tool', check, '--error-exitcode', '9', run.path('verdict'), kernel, '128', 'causal'])
+            for check in ('memcheck', 'racecheck') for kernel in ('fwd90', 'bwd90')]
+    ends = run.side_by_side(lambda job: run.call(*job, 60), jobs, 4)
+    bad = [name for (name, _), status in zip(jobs, ends) if status != 0]
+    if bad:
+        raise Failed(f'failed: {" ".join(bad)}')
+    return run.report(f'sanitize: {len(jobs)} runs without a finding')
+
+
+def profile(run):
+    """What bounds the kernels: tensor pipe, stalls, bytes of L2 and memory."""
+    tool = shutil.which('ncu') or '/usr/local/cuda/bin/ncu'
+    if not os.access(tool, os.X_OK):
+        return run.report('left out: ncu is not installed')
+    shape = ['attention', '--tokens', '16384', '--head-dim', '128', '--heads', '16', '--kernels', 'upipe', '--full']
+    bad = [kernel for kernel in ('fwd90', 'bwd90')
+           if run.call(f'ncu_{kernel}', [tool, '--kernel-name', f'regex:{kernel}_kernel', '--launch-count', '1', '--set', 'full', '--page',
+                                         'details', run.path('gpu'), *shape, *avoided(run, 128)], 40) != 0]
+    if bad:
+        raise Failed(f'failed: ncu on {" ".join(bad)}')
+    return run.report('profile: ncu_fwd90.log, ncu_bwd90.log')
+
+
+def repeat(run):
+    if run.call('test_cuda_attn', [run.path('test_cuda_attn')], 60) != 0:
+        raise Failed('failed: test_cuda_attn, 1,000 runs')
+    shape = pick(run, *[['--tokens', '16384', '--head-dim', '128', '--heads', '16']] * 2, ['--tokens', '128', '--head-dim', '64', '--heads', '2'])
+    keep(run, 'repeat', [['attention', *shape, '--kernels', 'upipe', '--margin', margin, *avoided(run, 128)] for margin in ('0', '8', '16')],
+         show=lambda figure: show(run, figure))
+
+
+# ---- figures ----
+
+class Peers:
+    """PyTorch and the FlashAttention packages, in a process that is started early, as its imports take seconds."""
+
+    def __init__(self, run):
+        self.run, self.lines, self.process, self.ready = run, queue.Queue(), None, False
+        if not run.options.quick:
+            # pylint: disable=consider-using-with
+            self.process = subprocess.Popen([sys.executable, PEERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                            stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+            threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        for line in self.process.stdout:
+            self.lines.put(json.loads(line))
+        self.lines.put({'missing': 'PyTorch and FlashAttention beside it ended early'})
+
+    def answers(self, seconds):
+        """The figures until the end of an answer; None: there are no more."""
+        made, end = [], time.monotonic() + seconds
+        while True:
+            try:
+                figure = self.lines.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                figure = {'missing': f'PyTorch and FlashAttention beside it took more than {seconds:.0f} s'}
+            if 'missing' in figure:
+                self.run.report(f'left out: {figure["missing"]}')
+                self.close()
+                return None
+            if 'end' in figure:
+                return made
+            made.append(figure)
+
+    def ask(self, question):
+        """The contestants' figures, none where there is no PyTorch for CUDA."""
+        seconds = self.run.left(PEER)
+        if self.process is None or not seconds:
+            return []
+        if not self.ready:
+            self.ready = self.answers(seconds) is not None
+            if not self.ready:
+                return []
         try:
-            folder = str(importlib.metadata.distribution('nvidia-cudnn-frontend').locate_file('include'))
-        except importlib.metadata.PackageNotFoundError:
-            return None
-    library = glob.glob(os.path.join(toolkit(), 'lib64', 'libcudnn.so')) or glob.glob('/usr/lib/*/libcudnn.so')
-    return folder if library and os.path.exists(os.path.join(folder, 'cudnn_frontend.h')) else None
+            self.process.stdin.write(json.dumps(question) + '\n')
+            self.process.stdin.flush()
+        except OSError:
+            pass  # its end says why
+        return self.answers(seconds) or []
+
+    def close(self):
+        if self.process is not None:
+            kill_session(self.process)
+            self.process.wait()
+            self.process = None
 
 
-def tail(path):
-    """The end of a log, for the terminal."""
-    with open(path, encoding='utf-8', errors='replace') as source:
-        return ''.join(source.readlines()[-30:])
+def roofline(run):
+    def measure(run, command):
+        return {**number(run, command), 'peers': run.peers.ask({'roofline': True})}
+
+    def show_one(figure):
+        if 'copy_bytes_per_s' in figure:
+            run.log(f"a copy {figure['copy_bytes_per_s'] / 1e12:.2f} TB/s, a product {figure['product_flop_per_s'] / 1e12:.0f} TFLOP/s")
+    keep(run, 'roofline', [['roofline', *(['--tokens', '256'] if run.options.quick else [])]], measure, show_one)
 
 
-def call(name, command, seconds=float('inf'), **more):
-    """The exit status of a command whose output is kept as NAME.log, and shown if it failed; None: there was no time."""
-    seconds = min(seconds, float('inf') if left() is None else left())
-    path = os.path.join(LOGS, name + '.log')
-    os.makedirs(LOGS, exist_ok=True)
-    log(' '.join(command))
-    with open(path, 'w', encoding='utf-8') as out:
-        try:
-            status = subprocess.run(command, cwd=TOP, check=False, timeout=None if seconds == float('inf') else seconds,
-                                    stdout=out, stderr=subprocess.STDOUT, **more).returncode
-        except subprocess.TimeoutExpired:
-            status = None
-    if status != 0:
-        log(f'{name}: {"out of time" if status is None else f"status {status}"}; the end of {path}:\n{tail(path)}')
-    return status
-
-
-def run_all(jobs):
-    """Pairs of name and command, side by side, as many as there are cores. Returns the names of those that failed."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        ends = pool.map(lambda job: call(*job), jobs)
-        return [name for (name, _), status in zip(jobs, ends) if status != 0]
-
-
-def number(options, command):
-    """The JSON object that a command prints, with the command in it; with `failed` or `refused` if there is none."""
-    words = {'command': 'gpu ' + ' '.join(command)}
-    seconds = None if options.quick else COMMAND if left() is None else min(COMMAND, left())
-    try:
-        done = subprocess.run([options.program, *command], cwd=TOP, capture_output=True, text=True, check=False,
-                              timeout=seconds)
-    except subprocess.TimeoutExpired:
-        log(f'{words["command"]}: no result within {seconds:.0f} s')
-        return {**words, 'failed': f'no result within {seconds:.0f} s'}
-    except OSError as error:
-        raise Failed(f'{options.program}: {error.strerror}; run the stage build first') from error
-    if done.returncode == 0:
-        return {**words, **json.loads(done.stdout)}
-    sentence = (done.stderr.strip().splitlines() or [f'exit status {done.returncode}'])[-1]
-    log(f'{words["command"]}: {sentence}')
-    return {**words, 'refused' if done.returncode == 3 else 'failed': sentence}
-
-
-def contest(options, command):
-    """The figure of `gpu attention`. Contestants that failed, all of them if the program did, run again, each alone."""
-    whole = number(options, command)
+def contest(run, command):
+    """The figure of `gpu attention`, PyTorch's contestants with it. Those that failed, all of them if the program did, run
+    again, each alone; one that hangs is not asked again at this head dim."""
+    program = 'gpu_cudnn' if run.has_cudnn else 'gpu'
+    dim = int(command[command.index('--head-dim') + 1])
+    shape = [*command, *avoided(run, dim)]
+    asked = [command[command.index('--kernels') + 1]] if '--kernels' in command else CONTESTANTS
+    words, limit = {'command': 'gpu ' + ' '.join(command)}, attention_seconds(command)
+    out = {name: f'{name} hung before at head dim {dim}' for name in asked if (name, dim) in run.hung}
+    whole = number(run, shape, program, limit) if not out else {'failed': 'a contestant hung before'}
     kernels = {kernel['name']: kernel for kernel in whole.get('kernels', [])}
-    again = CONTESTANTS if 'failed' in whole else [name for name in kernels if 'failed' in kernels[name]]
-    for name in again:
-        alone = number(options, [*command, '--kernels', name])
+    for name in asked if 'failed' in whole else [name for name in kernels if 'failed' in kernels[name]]:
+        if name in out:
+            kernels[name] = {'name': name, 'failed': out[name]}
+            continue
+        alone = number(run, shape if asked != CONTESTANTS else [*shape, '--kernels', name], program, min(limit, COMMAND))
+        if str(alone.get('failed')).startswith('no result within') and run.left() != 0:
+            run.hung.add((name, dim))
         if 'kernels' not in alone:
             kernels[name] = {'name': name, 'failed': alone.get('failed', alone.get('refused'))}
         else:
@@ -182,295 +320,17 @@ def contest(options, command):
     if 'fwd_flop' in whole:
         whole.pop('failed', None)
         whole['kernels'] = [kernels[name] for name in CONTESTANTS if name in kernels]
-    return whole
+        if whole['heads'] == whole['kv_heads'] and not whole['window'] and not whole['cu_seqlens'] and '--kernels' not in command:
+            whole['kernels'] += run.peers.ask({key: whole[key] for key in ('tokens', 'heads', 'head_dim', 'causal', 'fwd_flop', 'bwd_flop')})
+    return {**whole, **words}
 
 
-def ask_driver(what):
-    """What nvidia-smi says of the first device; None without it."""
-    if not shutil.which('nvidia-smi'):
-        return None
-    done = subprocess.run(['nvidia-smi', f'--query-gpu={what}', '--format=csv,noheader'], stdout=subprocess.PIPE,
-                          text=True, check=False)
-    return done.stdout.split('\n')[0].strip() if done.returncode == 0 else None
-
-
-# ---- results ----
-
-def failures(figures):
-    """What each figure that failed says, and each contestant of one."""
-    for figure in figures:
-        if 'failed' in figure:
-            yield f'{figure["command"]} ({figure["failed"]})'
-        for kernel in figure.get('kernels', []):
-            if 'failed' in kernel:
-                yield f'{kernel["name"]} of {figure["command"]} ({kernel["failed"]})'
-
-
-def keep(options, stage, cases, measure=number, show=lambda figure: None, more=lambda figures: None):
-    """Measures the cases, each a command, and writes the stage's file, beside an earlier one until the last figure is there.
-
-    more(figures) adds what is measured otherwise. Where figures failed, ends the stage.
-    """
-    good, beside = (os.path.join(options.results, f'gpu_{stage}{end}') for end in ('.json', '.failed.json'))
-    whole = {'stage': stage, 'date': datetime.datetime.now(datetime.timezone.utc).strftime('%Y-%m-%d'),
-             'command': f'python3 bench/gpu.py --stage {stage}', 'device': number(options, ['device']),
-             'driver': ask_driver('driver_version,clocks.max.sm,power.limit'), 'figures': []}
-    had = {}
-    if options.resume and os.path.exists(beside):
-        with open(beside, encoding='utf-8') as source:
-            last = json.load(source)
-        if last['device'] == whole['device']:
-            had = {figure['command']: figure for figure in last['figures'] if not list(failures([figure]))}
-        log(f'{stage}: {len(had)} figures are there')
-
-    def write(path):
-        os.makedirs(options.results, exist_ok=True)
-        with open(path, 'w', encoding='utf-8') as out:
-            json.dump(whole, out, indent=1)
-            out.write('\n')
-
-    for command in cases:
-        whole['figures'].append(had.get('gpu ' + ' '.join(command)) or measure(options, command))
-        show(whole['figures'][-1])
-        write(beside)
-    more(whole['figures'])
-    bad = list(failures([whole['device'], *whole['figures']]))
-    write(beside if bad else good)
-    log(f'wrote {beside if bad else good}')
-    if bad:
-        raise Failed(f'no figure from: {"; ".join(bad)}')
-    os.remove(beside)
-
-
-def kept(options, stage):
-    """What an earlier keep has written; a result that lacks figures if there is no better one."""
-    for end in '.json', '.failed.json':
-        path = os.path.join(options.results, f'gpu_{stage}{end}')
-        if os.path.exists(path):
-            with open(path, encoding='utf-8') as source:
-                return json.load(source)
-    raise Failed(f'there is no result of {stage} yet')
-
-
-# ---- build, test ----
-
-def tests():
-    """Test programs that run on a real device: those that do not drive the fake one."""
-    for path in sorted(glob.glob(os.path.join(TOP, 'tests', 'cuda', 'test_cuda_*.c'))):
-        with open(path, encoding='utf-8') as source:
-            if 'runner_cuda.h' not in source.read():
-                yield os.path.splitext(os.path.basename(path))[0]
-
-
-def check_machine_code(compiled):
-    """Whether the compiler has undone an overlap or spilled: figures are then not what the kernels could give."""
-    if all(shutil.which(tool) or shutil.which(tool, path='/usr/local/cuda/bin') for tool in ('cuobjdump', 'nvdisasm')):
-        if call('sass', [sys.executable, os.path.join(TOP, 'tests', 'cuda', 'sass.py'), compiled]) != 0:
-            log('warning: the machine code is not what it should be; the run goes on')
-    else:
-        log('left out: the check of the machine code, as cuobjdump and nvdisasm are not installed')
-
-
-def build(options):
-    os.makedirs(BUILD, exist_ok=True)
-    arch = (ask_driver('compute_cap') or '8.0').replace('.', '')
-    if arch == '90':
-        arch = '90a'  # Hopper's own instructions
-    units = {'09_cuda.o': 'examples/09_cuda.cu', **{f'{name}.o': f'tests/cuda/{name}.cpp' for name in FIRST}}
-    gates = [sys.executable, os.path.join(TOP, 'tests', 'cuda', 'nvcc.py')]  # fails where ptxas serializes products
-    strict = ['-Werror=all-warnings', '-Xptxas=-warn-spills']
-    kernels = {made: [nvcc(), '-x', 'cu', '-std=c++17', '-O3', '-lineinfo', '-Wno-deprecated-gpu-targets',
-                      *(['-DUPIPE_CUDA_WATCHDOG=67108864'] if options.watchdog else []),
-                      f'-gencode=arch=compute_{arch},code=sm_{arch}', '-I', TOP, '-c', source, '-o', os.path.join(BUILD, made)]
-               for made, source in units.items()}
-    libraries = [f'-L{toolkit()}/lib64', f'-Wl,-rpath,{toolkit()}/lib64', '-lcublas', '-lcudart', '-lstdc++', '-lm',
-                 '-lpthread']
-    places = ['-I', TOP, '-I', os.path.join(TOP, 'tests'), '-isystem', f'{toolkit()}/include']
-    cpu = ['-mavx2', '-mfma'] if os.uname().machine == 'x86_64' else []
-    programs = {'gpu': 'bench/gpu.c', 'compare': 'examples/compare/compare.c', '09_cuda': 'examples/09_cuda.c'}
-    programs.update({name: f'tests/cuda/{name}.c' for name in tests()})
-    more = {}
-    if nccl():
-        programs['08_nccl'] = 'examples/08_nccl.c'
-        more['08_nccl'] = [f'-L{nccl()}', f'-Wl,-rpath,{nccl()}', '-lnccl']
-    else:
-        log('left out: 08_nccl, as NCCL is not installed')
-    jansson = shutil.which('pkg-config') and subprocess.run(['pkg-config', '--cflags', '--libs', 'jansson'],
-                                                            stdout=subprocess.PIPE, text=True, check=False)
-    if jansson and jansson.returncode == 0:
-        programs['train'] = 'examples/llama/train.c'
-        more['train'] = jansson.stdout.split()
-    else:
-        log('left out: train, as jansson is not installed')
-    headers, objects = frontend(options), []
-    if headers:
-        more['gpu'] = ['-DWITH_CUDNN', os.path.join(BUILD, 'gpu_cudnn.o'), '-lcudnn', '-lnvrtc']
-        for name, source in ('gpu_cudnn.o', 'bench/gpu_cudnn.cpp'), ('13_plug_cudnn.o', 'examples/13_plug_cudnn.cpp'):
-            objects.append((name, [shutil.which('c++') or 'g++', '-std=c++17', '-O1', '-DCUDNN_FRONTEND_SKIP_JSON_LIB', '-I',
-                                   TOP, '-isystem', headers, '-isystem', f'{toolkit()}/include', '-c', source, '-o',
-                                   os.path.join(BUILD, name)]))
-    else:
-        log('left out: cuDNN beside ours, as it or cudnn-frontend is not installed')
-    bad = run_all([(name, [*gates, *command, *strict]) for name, command in kernels.items()] + objects)
-    warned = [name for name in bad if name in kernels]
-    if warned:
-        log(f'warning: {" ".join(warned)} compiled without the checks of warnings, spills and serialized products')
-        bad = [name for name in bad if name not in kernels] + run_all([(name, kernels[name]) for name in warned])
-    if bad:
-        raise Failed(f'failed: {" ".join(bad)}')
-    if arch == '90a':
-        check_machine_code(os.path.join(BUILD, '09_cuda.o'))
-    linked = [(name, [shutil.which('c++') or 'g++', os.path.join(BUILD, name + '.o'), '-o', os.path.join(BUILD, name),
-                      *libraries]) for name in FIRST]
-    if headers:
-        linked.append(('13_plug_cudnn', [shutil.which('c++') or 'g++', os.path.join(BUILD, '13_plug_cudnn.o'),
-                                         os.path.join(BUILD, '09_cuda.o'), '-o', os.path.join(BUILD, '13_plug_cudnn'), '-lcudnn',
-                                         '-lnvrtc', *libraries]))
-    for name, source in programs.items():
-        linked.append((name, [shutil.which('cc') or 'gcc', *C_FLAGS, *cpu, *places, source, os.path.join(BUILD, '09_cuda.o'), '-o',
-                              os.path.join(BUILD, name), *more.get(name, []), *libraries]))
-    bad = run_all(linked)
-    if bad:
-        raise Failed(f'failed: {" ".join(bad)}')
-
-
-def one_process():
-    """What a launcher would tell the only process, with a port that is free."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = probe.getsockname()[1]
-    return {**os.environ, 'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1',
-            'MASTER_PORT': str(port)}
-
-
-def test(_):
-    if not all(os.path.exists(os.path.join(BUILD, name)) for name in FIRST):
-        raise Failed('there are no programs to test; run the stage build first')
-    first = [name for name in FIRST if call(name, [os.path.join(BUILD, name)], seconds=COMMAND) != 0]
-    with open(os.path.join(LOGS, 'probe.log'), encoding='utf-8') as probed: # what each instruction does, and what waits take
-        log('probe:\n' + probed.read())
-    jobs = [([name], {}) for name in tests()]
-    more = [(['08_nccl'], {'env': one_process()}), (['13_plug_cudnn'], {}),
-            (['train', '--device', 'cuda', '--ranks', '2', '--tokens', '256', '--steps', '3', '--sample', '0'], {})]
-    jobs += [(['09_cuda'], {})] + [job for job in more if os.path.exists(os.path.join(BUILD, job[0][0]))]
-    jobs += [(['compare', '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on'], {})
-             for dtype in ('f32', 'bf16')]
-    jobs = [job for job in jobs if os.path.exists(os.path.join(BUILD, job[0][0]))]
-
-    def run(job):
-        words, more = job
-        name = '_'.join(words[:1] + [word for word in words if word in ('f32', 'bf16')])
-        return call(name, [os.path.join(BUILD, words[0]), *words[1:]], **more)
-
-    # the host's oracles take most of the time: programs share the device
-    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        ends = list(zip(jobs, pool.map(run, jobs)))
-    bad = first + [f'{" ".join(words)} ({"out of time" if status is None else status})'
-                   for (words, _), status in ends if status != 0]
-    if bad:
-        raise Failed(f'failed: {"; ".join(bad)}')
-    log(f'{len(jobs) + len(FIRST)} programs passed')
-
-
-def sanitize(_):
-    tool = shutil.which('compute-sanitizer') or os.path.join(toolkit(), 'bin', 'compute-sanitizer')
-    if not os.access(tool, os.X_OK):
-        log('left out: compute-sanitizer is not installed')
-        return
-    few = {**os.environ, 'UPIPE_DRAWS': '0'}
-    bad = [f'{check} {name}' for check in ('memcheck', 'racecheck', 'synccheck') for name in SMALL
-           if call(f'{check}_{name}', [tool, '--tool', check, '--error-exitcode', '9', os.path.join(BUILD, name)], env=few) != 0]
-    if bad:
-        raise Failed(f'failed: {"; ".join(bad)}')
-
-
-# ---- figures ----
-
-def roofline(options):
-    keep(options, 'roofline', [['roofline', *(['--tokens', '256'] if options.quick else [])]])
-
-
-# Reads the shapes as JSON lines; a line for each contestant of each.
-PEERS = r'''
-import json, statistics, sys, torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-versions = {'torch': torch.__version__}
-makers = {}
-def sdpa(backend, same_bits):
-    def make(q, k, v, causal):
-        torch.use_deterministic_algorithms(same_bits)
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    return make, (0, 2, 1, 3)
-makers['sdpa_flash'] = sdpa(SDPBackend.FLASH_ATTENTION, False)
-makers['sdpa_flash_deterministic'] = sdpa(SDPBackend.FLASH_ATTENTION, True)
-makers['sdpa_cudnn'] = sdpa(SDPBackend.CUDNN_ATTENTION, False)
-def package(name, same_bits):
-    function = __import__(name, fromlist=['flash_attn_func']).flash_attn_func
-    def make(q, k, v, causal):
-        made = function(q, k, v, causal=causal, deterministic=same_bits)
-        return made[0] if isinstance(made, tuple) else made
-    return make, (0, 1, 2, 3)
-for name, module in (('fa2', 'flash_attn'), ('fa3', 'flash_attn_interface')):
-    try:
-        makers[name], makers[name + '_deterministic'] = package(module, False), package(module, True)
-        versions[name] = getattr(__import__(module), '__version__', 'there')
-    except ImportError:
-        pass
-def median(call):
-    seconds = []
-    for i in range(11):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record(); call(); end.record(); end.synchronize()
-        if i >= 2: seconds.append(start.elapsed_time(end) * 1e-3)
-    return statistics.median(seconds)
-for line in sys.stdin:
-    at = json.loads(line)
-    for name, (make, order) in makers.items():
-        figure = {'shape': at, 'name': name, 'versions': versions}
-        try:
-            size = [1, at['tokens'], at['heads'], at['head_dim']]
-            size = [size[i] for i in order]
-            q, k, v = (torch.randn(size, device='cuda', dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-            with torch.no_grad():
-                fwd = median(lambda: make(q, k, v, at['causal']))
-            out = make(q, k, v, at['causal'])
-            grad = torch.randn_like(out)
-            bwd = median(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True))
-            figure.update(fwd_seconds=fwd, bwd_seconds=bwd, fwd_flop_per_s=at['fwd_flop'] / fwd,
-                          bwd_flop_per_s=at['bwd_flop'] / bwd)
-        except Exception as error:
-            figure['refused'] = str(error).split('\n')[0][:200]
-        print(json.dumps(figure), flush=True)
-'''
-
-
-def beside(figures):
-    """Adds what PyTorch and the FlashAttention packages make of the same shapes; of a crash, what came before."""
-    if subprocess.run([sys.executable, '-c', 'import torch, sys; sys.exit(not torch.cuda.is_available())'],
-                      stderr=subprocess.DEVNULL, check=False).returncode != 0:
-        log('left out: PyTorch and FlashAttention beside it, as there is no PyTorch for CUDA')
-        return
-    keys = ['tokens', 'heads', 'head_dim', 'causal', 'fwd_flop', 'bwd_flop']
-    shapes = [{key: figure[key] for key in keys} for figure in figures
-              if figure.get('heads') == figure.get('kv_heads') and len(figure.get('kernels', [])) <= len(CONTESTANTS)]
-    try:
-        done = subprocess.run([sys.executable, '-c', PEERS], input='\n'.join(map(json.dumps, shapes)),
-                              stdout=subprocess.PIPE, text=True, check=False, timeout=left())
-        lines, status = done.stdout, done.returncode
-    except subprocess.TimeoutExpired as late:
-        lines, status = (late.stdout or b'').decode(), 'out of time'
-    for line in lines.splitlines():
-        if not line.startswith('{') or not line.endswith('}'):
-            continue
-        made = json.loads(line)
-        shape = made.pop('shape')
-        for figure in figures:
-            if all(figure.get(key) == shape[key] for key in keys):
-                figure['kernels'].append(made)
-    if status != 0:
-        log(f'PyTorch and FlashAttention beside it ended early: {status}')
+def attention_seconds(command):
+    """What a shape may take: 20 s, the slowest contestant's runs at 200 TFLOP/s, and the host's checks."""
+    at = {name: int(command[command.index(name) + 1]) for name in ('--tokens', '--head-dim', '--heads')}
+    flop = 2.0 * at['--tokens'] ** 2 * at['--head-dim'] * at['--heads'] * (2 if '--full' in command else 1)
+    each = 5 * 3.5 * flop / 200e12 + 5 * at['--tokens'] / 2 ** 20
+    return COMMAND + each * (1 if '--kernels' in command else len(CONTESTANTS))
 
 
 def rates(kernel):
@@ -480,77 +340,126 @@ def rates(kernel):
     return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}"
 
 
-def show(figure):
+def show(run, figure):
     if 'kernels' in figure:
         mask = ' causal' if figure['causal'] else ' full'
         mask += f" window {figure['window']}" if figure['window'] else ''
         mask += f" {figure['cu_seqlens']} packed sequences" if figure['cu_seqlens'] else ''
-        log(f"d {figure['head_dim']}{mask} {figure['tokens']}, TFLOP/s forward / backward: "
-            + ', '.join(f"{kernel['name']} {rates(kernel)}" for kernel in figure['kernels']))
+        run.log(f"d {figure['head_dim']}{mask} {figure['tokens']}, TFLOP/s forward / backward: "
+                + ', '.join(f"{kernel['name']} {rates(kernel)}" for kernel in figure['kernels']))
 
 
-def attention(options):
-    def shape(tokens, dim, heads, *more):
-        return ['attention', '--tokens', str(tokens), '--head-dim', str(dim), '--heads', str(heads), *more]
+def shape_of(tokens, dim, heads, *more):
+    return ['attention', '--tokens', str(tokens), '--head-dim', str(dim), '--heads', str(heads), *more]
 
-    lengths = [64, 128] if options.quick else [1024, 2048, 4096, 8192, 16384, 32768]
+
+def keep_attention(run, stage, cases):
+    keep(run, stage, cases, contest, lambda figure: show(run, figure))
+
+
+def attention(run):
+    lengths = [1024, 2048, 4096, 8192, 16384, 32768]
     # as many tokens of a batch as 16k hold, as heads
-    cases = [shape(tokens, dim, 2 if options.quick else heads * max(1, 16384 // tokens), *full)
+    whole = [shape_of(tokens, dim, heads * max(1, 16384 // tokens), *full)
              for dim, heads, some in ((128, 16, lengths), (64, 32, lengths), (256, 8, lengths[-2:-1]))
              for full in ([], ['--full']) for tokens in some]
-    cases += [shape(tokens, 128, 4 if options.quick else 32, '--kv-heads', '1' if options.quick else '8')
-              for tokens in lengths[-2:]]
-    cases += [shape(tokens, 128, 1) for tokens in ([256] if options.quick else [65536, 131072, 262144, 1048576])]
-    keep(options, 'attention', cases, contest, show, (lambda _: None) if options.quick else beside)
+    whole += [shape_of(tokens, 128, 32, '--kv-heads', '8') for tokens in lengths[-2:]]
+    brief = [shape_of(16384, 128, 16), shape_of(16384, 128, 16, '--full'), shape_of(16384, 128, 32, '--kv-heads', '8'),
+             shape_of(4096, 128, 64), shape_of(16384, 64, 32), shape_of(16384, 256, 8)]
+    quick = [shape_of(tokens, dim, 2, *full) for dim, some in ((128, (64, 128)), (64, (64, 128)), (256, (64,)))
+             for full in ([], ['--full']) for tokens in some] + [shape_of(tokens, 128, 4, '--kv-heads', '1') for tokens in (64, 128)]
+    keep_attention(run, 'attention', pick(run, whole, brief, quick))
 
 
-def masks(options):
-    shape = ['--head-dim', '64', '--heads', '2'] if options.quick else ['--head-dim', '128', '--heads', '16']
+def long(run):
+    whole = [shape_of(tokens, 128, 1) for tokens in (65536, 131072, 262144, 1048576)]
+    brief = [shape_of(tokens, 128, 1, '--kernels', name) for tokens in (65536, 131072, 1048576) for name in ('upipe', 'cudnn')
+             if name != 'cudnn' or run.has_cudnn]
+    keep_attention(run, 'long', pick(run, whole, brief, [shape_of(256, 128, 1)]))
+
+
+def masks(run):
     cases = [(16384, []), (16384, ['--window', '1024']), (32768, ['--window', '1024']), (16384, ['--cu-seqlens', '8']),
              (16384, ['--cu-seqlens', '64'])]
-    if options.quick:
-        cases = [(128, []), (128, ['--window', '40']), (128, ['--cu-seqlens', '3'])]
-    keep(options, 'masks', [['attention', '--tokens', str(tokens), *shape, *mask] for tokens, mask in cases], contest, show)
+    whole = [shape_of(tokens, 128, 16, *mask) for tokens, mask in cases] + [shape_of(16384, dim, 16) for dim in (96, 192)]
+    quick = [shape_of(128, 64, 2, *mask) for mask in ([], ['--window', '40'], ['--cu-seqlens', '3'])]
+    keep_attention(run, 'masks', pick(run, whole, [case for case in whole if '32768' not in case], quick))
 
 
-def transfer(options):
+def rows(run):
+    def show_one(one):
+        for op in one.get('ops', []):
+            run.log(f"{op['name']}: {op['bytes_per_s'] / 1e12:.2f} TB/s")
+    keep(run, 'rows', [['rows', *(['--tokens', '64', '--model-dim', '64'] if run.options.quick else ['--tokens', '16384'])]], show=show_one)
+
+
+def transfer(run):
     def show_one(one):
         if 'bytes_per_s' in one:
-            log(f"{one['command']}: {one['bytes_per_s'] / 1e9:.1f} GB/s read and written")
+            run.log(f"{one['command']}: {one['bytes_per_s'] / 1e9:.1f} GB/s read and written")
 
-    keep(options, 'transfer',
-         [['transfer', '--tokens', str(tokens), '--head-dim', '128', '--transport', transport, '--ranks',
-           '2' if options.quick else '8'] for tokens in ([64] if options.quick else [16384, 65536, 262144])
-          for transport in TRANSPORTS], show=show_one)
+    keep(run, 'transfer', [['transfer', '--tokens', str(tokens), '--head-dim', '128', '--transport', transport, '--ranks',
+                            '2' if run.options.quick else '8']
+                           for tokens in pick(run, [16384, 65536, 262144], [262144], [64]) for transport in TRANSPORTS], show=show_one)
 
 
-def block(options):
+def block(run):
     def show_one(one):
         if 'fwd_seconds' in one:
-            log(f"{one['tokens']} tokens, {one['ranks']} ranks, {one['method']}{' overlapped' if one['overlap'] else ''}, "
-                f"{one['transport']}: {one['fwd_seconds']:.3f} s forward, {one['bwd_seconds']:.3f} s backward, "
-                f"{one['peak_bytes'] / 2**20:.0f} MiB")
+            run.log(f"{one['tokens']} tokens, {one['ranks']} ranks, {one['method']}{' overlapped' if one['overlap'] else ''}, "
+                    f"{one['transport']}: {one['fwd_seconds']:.3f} s forward, {one['bwd_seconds']:.3f} s backward, "
+                    f"{one['peak_bytes'] / 2**20:.0f} MiB")
 
-    shape, methods, sizes = BLOCK, METHODS, [(65536, 8), (131072, 8), (65536, 2)]
-    if options.quick:
-        shape = '--heads 4 --kv-heads 2 --head-dim 64 --model-dim 64 --layers 1'.split()
-        methods, sizes = [['--chunk', '4'], ['--chunk', '2'], ['--chunk', '2', '--overlap']], [(128, 2)]
-    keep(options, 'block',
-         [['block', '--tokens', str(tokens), '--ranks', str(ranks), '--transport', transport, *method, *shape]
-          for tokens, ranks in sizes for method in methods for transport in TRANSPORTS], show=show_one)
+    def case(tokens, ranks, transport, method, shape):
+        return ['block', '--tokens', str(tokens), '--ranks', str(ranks), '--transport', transport, *method, *shape, *avoided(run, 128)]
+
+    small = '--heads 4 --kv-heads 2 --head-dim 64 --model-dim 64 --layers 1'.split()
+    whole = [case(tokens, ranks, transport, method, BLOCK) for tokens, ranks in ((65536, 8), (131072, 8), (65536, 2))
+             for method in METHODS for transport in TRANSPORTS]
+    brief = [case(65536, 8, 'threads', method, BLOCK) for _ in range(2) for method in METHODS]  # in turn: their ratios pair
+    brief += [case(131072, 8, 'threads', method, BLOCK) for method in METHODS[:2]]
+    quick = [case(128, 2, transport, method, small) for method in (['--chunk', '4'], ['--chunk', '2'], ['--chunk', '2', '--overlap'])
+             for transport in TRANSPORTS]
+    keep(run, 'block', pick(run, whole, brief, quick), show=show_one)
+
+
+# 4 layers of Llama3-8B's shape from random weights: the paper's headline, on one device. A token is a byte of any file.
+STEP = ['--device', 'cuda', '--ranks', '2', '--dtype', 'bf16', '--sample', '0']
+STEP_SHAPE = ['--layers', '4', '--model-dim', '4096', '--heads', '32', '--kv-heads', '8', '--head-dim', '128', '--ff-dim', '14336',
+              '--tokens', '64k', '--steps', '3']
+STEP_SMALL = ['--tokens', '256', '--steps', '2']
+
+
+def train(run):
+    if not run.has('train'):
+        return run.report('left out: train, as it is not built')
+    cases = [[*STEP, *(STEP_SMALL if run.options.quick else STEP_SHAPE), '--method', method, *avoided(run, 128)]
+             for method in ('ulysses', 'upipe')]
+    return keep(run, 'train', cases, train_step)
+
+
+def train_step(run, command):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, 'train.json')
+        done = run.launch([run.path('train'), *command, '--json', path], 90)
+        words = {'command': 'train ' + ' '.join(command)}
+        if done.status != 0 or not os.path.exists(path):
+            run.report(f'{words["command"]}: {done.reason()}')
+            return {**words, 'failed': done.reason()}
+        with open(path, encoding='utf-8') as source:
+            return {**words, 'train': json.load(source)}
 
 
 # ---- chart ----
 
-def chart(options):
+def chart(run):
     try:
         import matplotlib
     except ImportError:
-        log('left out: the chart, as matplotlib is not installed')
-        return
+        return run.report('left out: the chart, as matplotlib is not installed')
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    roof, figures = kept(options, 'roofline'), kept(options, 'attention')['figures']
+    roof, figures = kept(run, 'roofline'), kept(run, 'attention')['figures']
     machine, measured = roof['device'].get('name', 'the device'), roof['figures'][0]
     roofs = [('measured: a bf16 product, a copy', measured['product_flop_per_s'], measured['copy_bytes_per_s'], '-')]
     roofs += [(f'data sheet, {name}', *sheet, ':') for name, sheet in SHEETS.items() if name in machine]
@@ -586,51 +495,124 @@ def chart(options):
     figure.legend(lines.values(), lines, loc='lower center', ncols=4, fontsize=8)
     figure.suptitle(f'Attention in bf16 under the roofs of {machine}')
     figure.tight_layout(rect=(0, 0.03 + 0.014 * (len(lines) / 4), 1, 1))
-    path = os.path.join(options.results, 'gpu_roofline.png')
+    path = os.path.join(run.results, 'gpu_roofline.png')
     figure.savefig(path, dpi=110)
-    log(f'wrote {path}')
+    return run.report(f'wrote {path}')
 
 
-# name: what it runs, the seconds it may take
-STAGES = {'build': (build, 180), 'test': (test, 240), 'sanitize': (sanitize, 450), 'roofline': (roofline, 30),
-          'attention': (attention, 420), 'masks': (masks, 60), 'transfer': (transfer, 40), 'block': (block, 180),
-          'chart': (chart, 20)}
+def table(run):
+    for line in gpu_table.lines(run.results):
+        print(line)
+
+
+# name: what it runs, the seconds it may take in a whole run, in --brief, in --second; None: it is not part of that
+STAGES = {
+    'build': (gpu_build.build, 240, None, None), 'unpack': (gpu_build.unpack, None, 20, 20), 'probe': (probe, 30, 15, None),
+    'verdict': (verdict, 60, 45, 30), 'roofline': (roofline, 30, 15, None), 'attention': (attention, 360, 90, None),
+    'block': (block, 180, 90, None), 'train': (train, 120, 80, None), 'long': (long, 150, 45, None), 'masks': (masks, 60, 40, None),
+    'rows': (rows, 30, 15, None), 'transfer': (transfer, 40, 15, None), 'test': (test, 240, 90, None),
+    'sanitize': (sanitize, 300, None, 70), 'profile': (profile, 60, None, 60), 'repeat': (repeat, 60, None, 50),
+    'chart': (chart, 20, None, None), 'table': (table, 20, None, None), 'pack': (gpu_build.pack, None, None, None)}
+ASKED = ('unpack', 'sanitize', 'profile', 'repeat', 'table')  # run where they are named, or in --brief
+HOST = ('build', 'unpack', 'pack', 'chart', 'table')  # need no device
+
+
+def stages_of(options):
+    """Names and seconds of the stages of this call."""
+    kind = 3 if options.second else 2 if options.brief else 1
+    if options.stage:
+        return {name: STAGES[name][1] for name in STAGES if name in options.stage}
+    chosen = {name: about[kind] for name, about in STAGES.items() if about[kind] is not None and not (kind == 1 and name in ASKED)}
+    if options.brief and options.program:
+        del chosen['unpack']
+    return chosen
+
+
+# ---- a device for a few minutes ----
+
+def bundle(run, folder):
+    """All that there is so far, in the one file that comes back: a run may be cut off at any time."""
+    path = os.path.join(folder, 'gpu.tar.xz')
+    with tarfile.open(path + '.part', 'w:xz', preset=1) as archive:
+        for place, folders, names in os.walk(run.results):
+            folders.sort()
+            for name in sorted(names):
+                archive.add(os.path.join(place, name), os.path.relpath(os.path.join(place, name), run.results))
+    os.replace(path + '.part', path)
+
+
+def brief(options):
+    os.makedirs(options.results, exist_ok=True)
+    out, began = options.results, time.monotonic()
+    with tempfile.TemporaryDirectory() as options.results:
+        run = Run(options, os.path.dirname(options.program) if options.program else BUILD)
+        run.ends['run'] = began + (SECOND if options.second else BRIEF) - TABLE
+        bad = run_stages(run, stages_of(options), lambda: bundle(run, out))
+        made = gpu_table.lines(run.results)[:LINES]
+        with open(os.path.join(out, 'table.md'), 'w', encoding='utf-8') as file:
+            file.write('\n'.join(made) + '\n')
+        print('\n'.join([*made, f'in all {time.monotonic() - began:.0f} s; failed: {" ".join(bad) or "nothing"}']), flush=True)
+    return bad
+
+
+def run_stages(run, stages, after=lambda: None):
+    """Names of the stages that failed. Without a device none but build, unpack, chart and table begin."""
+    bad, device = [], None
+    run.peers, run.hung, run.has_cudnn = Peers(run) if set(stages) & {'roofline', 'attention', 'long', 'masks'} else None, set(), False
+    try:
+        for name, seconds in stages.items():
+            if run.left() == 0:
+                run.report(f'{name}: no time is left')
+                bad.append(name)
+                continue
+            with run.stage(name, None if run.options.quick else seconds):
+                try:
+                    if name not in HOST and device is None:
+                        device = number(run, ['device'])
+                        if 'failed' in device:
+                            raise Lost(f'there is no CUDA device to test and measure on ({device["failed"]})')
+                        run.has_cudnn = run.has('gpu_cudnn') and 'failed' not in number(run, ['device'], 'gpu_cudnn')
+                        run.report(f"{device['name']}, {device['processors']} processors, {device['memory_bytes'] / 2**30:.0f} GiB; driver, clock, "
+                                   f"power: {run.ask_driver('driver_version,clocks.max.sm,power.limit')}")
+                    STAGES[name][0](run)
+                except Failed as failure:
+                    run.report(f'{name}: {failure}')
+                    bad.append(name)
+                    if isinstance(failure, Lost) or name in ('build', 'unpack', 'pack'):
+                        break
+                finally:
+                    after()
+    finally:
+        if run.peers:
+            run.peers.close()
+    return bad
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage=argparse.SUPPRESS)
-    parser.add_argument('--stage', action='append', choices=STAGES, help=argparse.SUPPRESS)
-    parser.add_argument('--resume', action='store_true', help=argparse.SUPPRESS)
-    parser.add_argument('--quick', action='store_true', help=argparse.SUPPRESS)
+    parser.add_argument('--stage', action='append', choices=[name for name in STAGES if name != 'pack'], help=argparse.SUPPRESS)
+    for flag in 'resume', 'quick', 'pack', 'brief', 'second':
+        parser.add_argument(f'--{flag}', action='store_true', help=argparse.SUPPRESS)
     parser.add_argument('--minutes', type=float, help=argparse.SUPPRESS)
-    parser.add_argument('--program', default=os.path.join(BUILD, 'gpu'), help=argparse.SUPPRESS)
+    for flag in 'program', 'objects', 'cudnn-frontend':
+        parser.add_argument(f'--{flag}', help=argparse.SUPPRESS)
     parser.add_argument('--results', default=RESULTS, help=argparse.SUPPRESS)
-    parser.add_argument('--watchdog', action='store_true', help=argparse.SUPPRESS)
-    parser.add_argument('--cudnn-frontend', help=argparse.SUPPRESS)
     options = parser.parse_args()
-    stages = [stage for stage in STAGES if (stage in options.stage if options.stage else stage != 'sanitize')]
-    if options.minutes or not (options.stage or options.quick):
-        clock['run'] = time.monotonic() + 60 * (options.minutes or 20)
-    bad, device = [], None
-    for stage in stages:
-        body, seconds = STAGES[stage]
-        start = time.monotonic()
-        clock['stage'] = float('inf') if options.quick else start + seconds
-        try:
-            if stage not in ('build', 'chart') and device is None:
-                device = number(options, ['device'])
-                if 'failed' in device:
-                    raise Failed(f'there is no CUDA device to test and measure on ({device["failed"]})')
-            body(options)
-        except Failed as failure:
-            log(f'{stage}: {failure}')
-            bad.append(stage)
-        log(f'{stage}: {time.monotonic() - start:.0f} s')
-        if stage == 'build' and bad or device is not None and 'failed' in device:
-            break
-    if bad:
-        log(f'failed: {" ".join(bad)}')
+    if options.second and not options.brief:
+        parser.error('--second goes with --brief')
+    if options.brief and (options.stage or options.pack or options.minutes or options.resume):
+        parser.error('--brief has stages and minutes of its own, and resumes nothing')
+    options.lines = LINES if options.brief else None
+    if options.brief:
+        bad = brief(options)
+    else:
+        run = Run(options, os.path.dirname(options.program) if options.program else BUILD)
+        if options.minutes or not (options.stage or options.quick or options.pack):
+            run.ends['run'] = time.monotonic() + 60 * (options.minutes or 20)
+        bad = run_stages(run, {'pack': None} if options.pack else stages_of(options))
+        if bad:
+            run.report(f'failed: {" ".join(bad)}')
     return 1 if bad else 0
 
 

@@ -205,7 +205,6 @@ static upipe_status contest_open(upipe_ctx *c, contest *x)
 {
     const int theirs = x->who == CUDNN || x->who == CUDNN_SAME_BITS;
     if (x->who == OURS_80 && x->capability == 80) return UPIPE_ERR_ARG;
-    x->cuda->capability = x->who == OURS_80 ? 80 : x->capability;
     if (!theirs) return UPIPE_OK;
 #ifdef WITH_CUDNN
     if (x->o->cu_seqlens > 0)
@@ -226,37 +225,89 @@ static void contest_close(contest *x)
 #ifdef WITH_CUDNN
     gpu_cudnn_close(x->cudnn);
     x->cudnn = NULL;
+#else
+    (void)x;
 #endif
-    x->cuda->capability = x->capability;
 }
 
-/* Prints the contestant's entry: its figures, or why there are none. The others come after it either way. */
-static void contest_run(upipe_ctx *c, contest x, double flop, int *printed)
+/* A contestant, with its figures or why there are none. */
+typedef struct turns {
+    contest x;
+    upipe_status status;
+    upipe_err err;
+    double errors[CHECKS], seconds[2][RUNS]; /* forward, backward */
+    char chosen[2][UPIPE_CUDA_CHOICE];
+} turns;
+
+/* What the table takes the device for, while this contestant runs. */
+static void contest_use(const contest *x)
 {
-    double fwd, bwd, errors[CHECKS];
-    char chosen[2][UPIPE_CUDA_CHOICE] = {"", ""};
-    upipe_status s = contest_open(c, &x);
+    x->cuda->capability = x->who == OURS_80 ? 80 : x->capability;
+}
+
+static void contest_check(upipe_ctx *c, turns *t)
+{
+    if (t->status == UPIPE_OK) contest_use(&t->x);
+    if (t->status == UPIPE_OK) t->status = check_contest(c, &t->x, t->errors);
+    t->err = c->err;
+}
+
+/* One run of each direction; a negative one warms up. */
+static void contest_time(upipe_ctx *c, turns *t, int run)
+{
+    static timed_call *const calls[2] = {contest_fwd, contest_bwd};
+    double unused;
+    int way;
+    for (way = 0; way < 2 && t->status == UPIPE_OK; ++way) {
+        contest_use(&t->x);
+        t->x.cuda->choice = t->chosen[way];
+        t->status = timed_once(c, calls[way], &t->x, run < 0 ? &unused : &t->seconds[way][run]);
+        t->x.cuda->choice = NULL;
+        t->err = c->err;
+    }
+}
+
+/* All contestants in turn, so that clock and heat are the same for each; fewer than RUNS times, but at least three, where
+ * the slowest takes longer than RUNS_SECONDS. Returns the runs. */
+static int contest_all(upipe_ctx *c, turns *t, int count)
+{
+    double all[CONTESTANTS] = {0}, most = 0;
+    int run, i;
+    for (run = -1; run < RUNS && (run < 3 || most < RUNS_SECONDS); ++run)
+        for (i = 0; i < count; ++i) {
+            contest_time(c, &t[i], run);
+            if (run < 0 || t[i].status != UPIPE_OK) continue;
+            all[i] += t[i].seconds[0][run] + t[i].seconds[1][run];
+            most = larger(most, all[i]);
+        }
+    return run;
+}
+
+/* Half of what lies between the first and the third quarter of the sorted runs, over their median. */
+static double spread(const double *sorted, int runs)
+{
+    return (sorted[runs * 3 / 4] - sorted[runs / 4]) / 2 / sorted[runs / 2];
+}
+
+/* The contestant's entry. */
+static void contest_print(turns *t, double flop, int runs)
+{
+    double fwd, bwd;
     int i;
-    if (s == UPIPE_ERR_ARG) return;
-    if (s == UPIPE_OK) s = check_contest(c, &x, errors);
-    x.cuda->choice = chosen[0];
-    if (s == UPIPE_OK) s = timed(c, contest_fwd, &x, &fwd);
-    x.cuda->choice = chosen[1];
-    if (s == UPIPE_OK) s = timed(c, contest_bwd, &x, &bwd);
-    x.cuda->choice = NULL;
-    contest_close(&x);
-    printf("%s{\"name\": \"%s\", ", (*printed)++ > 0 ? ", " : "", contestants[x.who]);
-    if (s != UPIPE_OK) {
-        printf("\"%s\": ", s == UPIPE_ERR_UNSUPPORTED && x.who != OURS ? "refused" : "failed");
-        json_quote(stdout, c->err.text);
+    printf("{\"name\": \"%s\", ", contestants[t->x.who]);
+    if (t->status != UPIPE_OK) {
+        printf("\"%s\": ", t->status == UPIPE_ERR_UNSUPPORTED && t->x.who != OURS ? "refused" : "failed");
+        json_quote(stdout, t->err.text);
         printf("}");
         return;
     }
+    fwd = median(t->seconds[0], runs), bwd = median(t->seconds[1], runs);
     printf(
-        "\"fwd_seconds\": %.6g, \"fwd_flop_per_s\": %.4g, \"bwd_seconds\": %.6g, \"bwd_flop_per_s\": %.4g, "
-        "\"fwd_chosen\": \"%s\", \"bwd_chosen\": \"%s\", \"checked\": {",
-        fwd, flop / fwd, bwd, 2.5 * flop / bwd, chosen[0], chosen[1]);
-    for (i = 0; i < CHECKS; ++i) printf("%s\"%s\": %.2g", i > 0 ? ", " : "", check_names[i], errors[i]);
+        "\"runs\": %d, \"fwd_seconds\": %.6g, \"fwd_flop_per_s\": %.4g, \"fwd_spread\": %.2g, \"bwd_seconds\": %.6g, "
+        "\"bwd_flop_per_s\": %.4g, \"bwd_spread\": %.2g, \"fwd_chosen\": \"%s\", \"bwd_chosen\": \"%s\", \"checked\": {",
+        runs, fwd, flop / fwd, spread(t->seconds[0], runs), bwd, 2.5 * flop / bwd,
+        spread(t->seconds[1], runs), t->chosen[0], t->chosen[1]);
+    for (i = 0; i < CHECKS; ++i) printf("%s\"%s\": %.2g", i > 0 ? ", " : "", check_names[i], t->errors[i]);
     printf("}}");
 }
 
@@ -281,8 +332,10 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     void *p[11];
     double flop;
     size_t work[2];
-    int i, printed = 0;
+    int i, count = 0, runs;
+    static turns all[CONTESTANTS];
     memset(&x, 0, sizeof x);
+    cuda->margin = o->margin;
     x.o = o, x.cuda = cuda, x.capability = cuda->capability;
     for (i = 0; i < 4; ++i) UPIPE_TRY(buf(c, &p[i], n, UPIPE_BF16));    /* q o go dq */
     for (i = 4; i < 6; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_BF16));    /* k v */
@@ -316,16 +369,31 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     flop = attention_flop(o, a);
     printf(
         "{\"tokens\": %lld, \"heads\": %d, \"kv_heads\": %d, \"head_dim\": %d, \"causal\": %s, \"window\": %lld, "
-        "\"cu_seqlens\": %d, \"fwd_flop\": %.0f, \"bwd_flop\": %.0f, ",
+        "\"margin\": %d, \"cu_seqlens\": %d, \"fwd_flop\": %.0f, \"bwd_flop\": %.0f, ",
         (long long)o->tokens, o->heads, o->kv_heads, o->head_dim, o->full ? "false" : "true",
-        (long long)o->window, o->cu_seqlens, flop, 2.5 * flop);
+        (long long)o->window, o->margin, o->cu_seqlens, flop, 2.5 * flop);
     /* what must pass the memory at least once: q k v o lse; q k v o go dq dk dv lse delta */
     printf("\"fwd_bytes\": %.0f, \"bwd_bytes\": %.0f, \"work_bytes_fwd\": %zu, \"work_bytes_bwd\": %zu, "
            "\"kernels\": [",
            (double)(2 * n + 2 * m) * 2 + (double)rows * 4,
            (double)(4 * n + 2 * m) * 2 + (double)m * 8 + (double)rows * 8, work[0], work[1]);
-    for (x.who = 0; x.who < CONTESTANTS; ++x.who)
-        if (o->kernels == 0 || o->kernels == x.who + 1) contest_run(c, x, flop, &printed);
+    for (x.who = 0; x.who < CONTESTANTS; ++x.who) {
+        turns *t = &all[count];
+        memset(t, 0, sizeof *t);
+        t->x = x;
+        if (o->kernels != 0 && o->kernels != x.who + 1) continue;
+        t->status = contest_open(c, &t->x);
+        t->err = c->err;
+        if (t->status != UPIPE_ERR_ARG) ++count;
+    }
+    for (i = 0; i < count; ++i) contest_check(c, &all[i]);
+    runs = contest_all(c, all, count);
+    for (i = 0; i < count; ++i) {
+        contest_print(&all[i], flop, runs);
+        if (i + 1 < count) printf(", ");
+        contest_close(&all[i].x);
+    }
+    cuda->capability = x.capability;
     puts("]}");
     for (i = 0; i <= 10; ++i)
         upipe_cuda_slab_free(p[i], NULL); /* a kernel that failed may have lost the device */

@@ -1,0 +1,115 @@
+"""gpu_table.py -- what a results folder of gpu.py holds, as tables in Markdown"""
+
+import json
+import os
+import statistics
+
+MIB = 2 ** 20
+
+
+def kept(folder, stage):
+    """The figures of a stage that have numbers; those of an unfinished one too."""
+    for end in '.json', '.failed.json':
+        path = os.path.join(folder, f'gpu_{stage}{end}')
+        if os.path.exists(path):
+            with open(path, encoding='utf-8') as source:
+                return json.load(source)
+    return {}
+
+
+def rows_of(head, rows):
+    return ['', f'| {" | ".join(head)} |', '|' + '---|' * len(head), *(f'| {" | ".join(map(str, row))} |' for row in rows)] if rows else []
+
+
+def amount(tokens):
+    return f'{tokens >> 20}M' if tokens % (1 << 20) == 0 else f'{tokens >> 10}k' if tokens % 1024 == 0 else str(tokens)
+
+
+def verdict(folder):
+    made = kept(folder, 'verdict')
+    if not made:
+        return []
+    out = [f'{made["cases"] - made["wrong"]} of {made["cases"]} kernels and masks are right']
+    return out + [f'- head dim {dim}: {" ".join(names)} left out, kernels for 8.0 in their place' for dim, names in made['avoid'].items()]
+
+
+def roofline(folder):
+    rows = []
+    for figure in kept(folder, 'roofline').get('figures', []):
+        for name, one in [('upipe', figure), *((peer['name'], peer) for peer in figure.get('peers', []))]:
+            if 'copy_bytes_per_s' in one:
+                rows.append([name, f"{one['copy_bytes_per_s'] / 1e12:.2f}", f"{one['product_flop_per_s'] / 1e12:.0f}"])
+    return rows_of(['roof', 'copy, TB/s', 'product, TFLOP/s'], rows)
+
+
+def rate(kernel):
+    for word in 'refused', 'failed':
+        if word in kernel:
+            return word
+    spread = f" ± {100 * kernel['fwd_spread']:.0f} %" if kernel.get('fwd_spread', 0) >= 0.02 else ''
+    return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}{spread}"
+
+
+def attention(folder):
+    """One row a shape; contestants of several commands at one shape stand in one row."""
+    shapes, names = {}, []
+    for stage in 'attention', 'long', 'masks', 'repeat':
+        for figure in kept(folder, stage).get('figures', []):
+            if 'tokens' not in figure:
+                continue
+            mask = 'causal' if figure['causal'] else 'full'
+            mask += f", window {figure['window']}" if figure['window'] else f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
+            heads = figure['heads'] if figure['heads'] == figure['kv_heads'] else f"{figure['heads']}/{figure['kv_heads']}"
+            margin = f", margin {figure['margin']}" if figure.get('margin') else ''
+            row = shapes.setdefault(f"d {figure['head_dim']}, {mask}, {amount(figure['tokens'])} × {heads}{margin}", {})
+            for kernel in figure['kernels']:
+                row.setdefault(kernel['name'], rate(kernel))
+                names += [kernel['name']] if kernel['name'] not in names else []
+    return rows_of(['TFLOP/s, forward / backward', *names], [[shape, *(row.get(name, '') for name in names)] for shape, row in shapes.items()])
+
+
+def block(folder):
+    runs = {}
+    for figure in kept(folder, 'block').get('figures', []):
+        if 'fwd_seconds' in figure:
+            method = figure['method'] + (', overlapped' if figure['overlap'] else '')
+            runs.setdefault((figure['tokens'], figure['ranks'], figure['transport'], method), []).append(figure)
+    rows = []
+    for (tokens, ranks, transport, method), figures in runs.items():
+        base = runs.get((tokens, ranks, transport, 'ulysses'), [])
+        pairs = [[mine[way] / other[way] for mine, other in zip(figures, base)] for way in ('fwd_seconds', 'bwd_seconds')]
+        one = figures[0]
+        rows.append([f'{amount(tokens)}, {ranks} ranks, {transport}', method,
+                     *(' '.join(f'{1e3 * figure[way]:.1f}' for figure in figures) for way in ('fwd_seconds', 'bwd_seconds')),
+                     ' / '.join(f'{statistics.median(pair):.3f}' for pair in pairs if pair),
+                     f"{one['plan_bytes'] / MIB:.0f}", f"{one['peak_bytes'] / MIB:.0f}", one['driver_beyond_slabs_bytes']])
+    return rows_of(['block', 'method', 'forward, ms', 'backward, ms', 'of Ulysses', 'plan, MiB', 'peak, MiB', 'driver beyond slabs, B'], rows)
+
+
+def train(folder):
+    rows = []
+    for figure in kept(folder, 'train').get('figures', []):
+        if 'train' in figure:
+            made = figure['train']
+            rows.append([made['method'], f"{made['tokens_per_s']:.0f}", f"{made['plan_bytes'] / MIB:.0f}", f"{made['peak_bytes'] / MIB:.0f}",
+                         f"{made['driver_peak_bytes'] / MIB:.0f}"])
+    return rows_of(['training step', 'tokens/s', 'plan, MiB', "pools' peak, MiB", "driver's peak, MiB"], rows)
+
+
+def rows(folder):
+    out = [[op['name'], f"{op['bytes'] / MIB:.0f}", f"{op['bytes_per_s'] / 1e12:.2f}"]
+           for figure in kept(folder, 'rows').get('figures', []) for op in figure.get('ops', [])]
+    return rows_of(['rows', 'MiB', 'TB/s'], out)
+
+
+def transfer(folder):
+    out = [[f"{amount(figure['tokens'])}, {figure['ranks']} ranks", figure['transport'], f"{figure['bytes_per_s'] / 1e12:.2f}"]
+           for figure in kept(folder, 'transfer').get('figures', []) if 'bytes_per_s' in figure]
+    return rows_of(['all-to-all', 'transport', 'TB/s'], out)
+
+
+def lines(folder):
+    stages = [kept(folder, stage) for stage in ('roofline', 'attention', 'block')]
+    device = next((made['device'] for made in stages if made.get('device', {}).get('name')), None)
+    head = [f"{device['name']}, {device['processors']} processors"] if device else []
+    return head + [line for part in (verdict, roofline, attention, block, train, rows, transfer) for line in part(folder)]
