@@ -35,7 +35,8 @@
 
 enum { EXIT_REFUSED = 3 };
 
-static const char usage_text[] = "usage: gpu device | roofline | attention | transfer | block | rows [flags]\n";
+static const char usage_text[] =
+    "usage: gpu device | roofline | attention | transfer | block | rows [flags]\n";
 
 #define AT(member) offsetof(options, member)
 

@@ -144,7 +144,8 @@ def verdict(run):
 
 def probe(run):
     names = run.launch([run.path('probe'), '--list'], COMMAND).out.splitlines()
-    jobs = [('maps', ['maps']), ('watchdog', ['watchdog'])] + [(f'probe_{name.replace(" ", "_")}', ['probe', name]) for name in names]
+    jobs = [('maps', ['maps']), ('watchdog', ['watchdog'])] + [(f'probe_{name.replace(" ", "_")}', ['probe', name])
+                                                               for name in names]
     if len(jobs) == 2:
         raise Failed('probe --list says nothing')
     ends = run.side_by_side(lambda job: run.call(job[0], [run.path(job[1][0]), *job[1][1:]], COMMAND), jobs, 8)
@@ -174,7 +175,8 @@ def test(run):
         jobs = jobs[-1:]
     jobs += [(['09_cuda'], {}), (['08_nccl'], {'env': one_process()}), (['13_plug_cudnn'], {}),
              (['train', '--device', 'cuda', '--ranks', '2', '--tokens', '256', '--steps', '3', '--sample', '0'], {})]
-    jobs += [(['compare', '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on'], {}) for dtype in ('f32', 'bf16')]
+    jobs += [(['compare', '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on'], {})
+             for dtype in ('f32', 'bf16')]
     jobs = [job for job in jobs if run.has(job[0][0])]
     if not jobs:
         raise Failed('there are no programs to test; run the stage build first')
@@ -186,7 +188,8 @@ def test(run):
 
     # the host's oracles take most of the time: programs share the device
     ends = list(zip(jobs, run.side_by_side(run_one, jobs, 8)))
-    bad = [f'{" ".join(words[:3])} ({"out of time" if status is None else status})' for (words, _), status in ends if status != 0]
+    bad = [f'{" ".join(words[:3])} ({"out of time" if status is None else status})' for (words, _), status in ends
+           if status != 0]
     if bad:
         raise Failed(f'failed: {"; ".join(bad)}')
     run.report(f'{len(jobs)} programs passed')
@@ -196,7 +199,8 @@ def sanitize(run):
     tool = shutil.which('compute-sanitizer') or '/usr/local/cuda/bin/compute-sanitizer'
     if not os.access(tool, os.X_OK):
         return run.report('left out: compute-sanitizer is not installed')
-    jobs = [(f'{check}_{kernel}', [tool, '--tool', check, '--error-exitcode', '9', run.path('verdict'), kernel, '128', 'causal'])
+    jobs = [(f'{check}_{kernel}', [tool, '--tool', check, '--error-exitcode', '9', run.path('verdict'), kernel, '128',
+                                   'causal'])
             for check in ('memcheck', 'racecheck') for kernel in ('fwd90', 'bwd90')]
     ends = run.side_by_side(lambda job: run.call(*job, 60), jobs, 4)
     bad = [name for (name, _), status in zip(jobs, ends) if status != 0]
@@ -212,8 +216,8 @@ def profile(run):
         return run.report('left out: ncu is not installed')
     shape = ['attention', '--tokens', '16384', '--head-dim', '128', '--heads', '16', '--kernels', 'upipe', '--full']
     bad = [kernel for kernel in ('fwd90', 'bwd90')
-           if run.call(f'ncu_{kernel}', [tool, '--kernel-name', f'regex:{kernel}_kernel', '--launch-count', '1', '--set', 'full', '--page',
-                                         'details', run.path('gpu'), *shape, *avoided(run, 128)], 40) != 0]
+           if run.call(f'ncu_{kernel}', [tool, '--kernel-name', f'regex:{kernel}_kernel', '--launch-count', '1',
+                                         '--set', 'full', '--page', 'details', run.path('gpu'), *shape, *avoided(run, 128)], 40) != 0]
     if bad:
         raise Failed(f'failed: ncu on {" ".join(bad)}')
     return run.report('profile: ncu_fwd90.log, ncu_bwd90.log')
@@ -222,8 +226,10 @@ def profile(run):
 def repeat(run):
     if run.call('test_cuda_attn', [run.path('test_cuda_attn')], 60) != 0:
         raise Failed('failed: test_cuda_attn, 1,000 runs')
-    shape = pick(run, *[['--tokens', '16384', '--head-dim', '128', '--heads', '16']] * 2, ['--tokens', '128', '--head-dim', '64', '--heads', '2'])
-    keep(run, 'repeat', [['attention', *shape, '--kernels', 'upipe', '--margin', margin, *avoided(run, 128)] for margin in ('0', '8', '16')],
+    shape = pick(run, *[['--tokens', '16384', '--head-dim', '128', '--heads', '16']] * 2,
+                 ['--tokens', '128', '--head-dim', '64', '--heads', '2'])
+    keep(run, 'repeat', [['attention', *shape, '--kernels', 'upipe', '--margin', margin, *avoided(run, 128)]
+                         for margin in ('0', '8', '16')],
          show=lambda figure: show(run, figure))
 
 
@@ -290,7 +296,8 @@ def roofline(run):
 
     def show_one(figure):
         if 'copy_bytes_per_s' in figure:
-            run.log(f"a copy {figure['copy_bytes_per_s'] / 1e12:.2f} TB/s, a product {figure['product_flop_per_s'] / 1e12:.0f} TFLOP/s")
+            run.log(f"a copy {figure['copy_bytes_per_s'] / 1e12:.2f} TB/s, "
+                    f"a product {figure['product_flop_per_s'] / 1e12:.0f} TFLOP/s")
     keep(run, 'roofline', [['roofline', *(['--tokens', '256'] if run.options.quick else [])]], measure, show_one)
 
 
@@ -309,7 +316,8 @@ def contest(run, command):
         if name in out:
             kernels[name] = {'name': name, 'failed': out[name]}
             continue
-        alone = number(run, shape if asked != CONTESTANTS else [*shape, '--kernels', name], program, min(limit, COMMAND))
+        alone = number(run, shape if asked != CONTESTANTS else [*shape, '--kernels', name], program,
+                       min(limit, COMMAND))
         if str(alone.get('failed')).startswith('no result within') and run.left() != 0:
             run.hung.add((name, dim))
         if 'kernels' not in alone:
@@ -320,8 +328,10 @@ def contest(run, command):
     if 'fwd_flop' in whole:
         whole.pop('failed', None)
         whole['kernels'] = [kernels[name] for name in CONTESTANTS if name in kernels]
-        if whole['heads'] == whole['kv_heads'] and not whole['window'] and not whole['cu_seqlens'] and '--kernels' not in command:
-            whole['kernels'] += run.peers.ask({key: whole[key] for key in ('tokens', 'heads', 'head_dim', 'causal', 'fwd_flop', 'bwd_flop')})
+        plain = whole['heads'] == whole['kv_heads'] and not whole['window'] and not whole['cu_seqlens']
+        if plain and '--kernels' not in command:
+            whole['kernels'] += run.peers.ask({key: whole[key] for key in ('tokens', 'heads', 'head_dim', 'causal',
+                                                                           'fwd_flop', 'bwd_flop')})
     return {**whole, **words}
 
 
@@ -367,21 +377,23 @@ def attention(run):
     brief = [shape_of(16384, 128, 16), shape_of(16384, 128, 16, '--full'), shape_of(16384, 128, 32, '--kv-heads', '8'),
              shape_of(4096, 128, 64), shape_of(16384, 64, 32), shape_of(16384, 256, 8)]
     quick = [shape_of(tokens, dim, 2, *full) for dim, some in ((128, (64, 128)), (64, (64, 128)), (256, (64,)))
-             for full in ([], ['--full']) for tokens in some] + [shape_of(tokens, 128, 4, '--kv-heads', '1') for tokens in (64, 128)]
+             for full in ([], ['--full']) for tokens in some] + [shape_of(tokens, 128, 4, '--kv-heads', '1')
+                                                                 for tokens in (64, 128)]
     keep_attention(run, 'attention', pick(run, whole, brief, quick))
 
 
 def long(run):
     whole = [shape_of(tokens, 128, 1) for tokens in (65536, 131072, 262144, 1048576)]
-    brief = [shape_of(tokens, 128, 1, '--kernels', name) for tokens in (65536, 131072, 1048576) for name in ('upipe', 'cudnn')
-             if name != 'cudnn' or run.has_cudnn]
+    brief = [shape_of(tokens, 128, 1, '--kernels', name) for tokens in (65536, 131072, 1048576)
+             for name in ('upipe', 'cudnn') if name != 'cudnn' or run.has_cudnn]
     keep_attention(run, 'long', pick(run, whole, brief, [shape_of(256, 128, 1)]))
 
 
 def masks(run):
     cases = [(16384, []), (16384, ['--window', '1024']), (32768, ['--window', '1024']), (16384, ['--cu-seqlens', '8']),
              (16384, ['--cu-seqlens', '64'])]
-    whole = [shape_of(tokens, 128, 16, *mask) for tokens, mask in cases] + [shape_of(16384, dim, 16) for dim in (96, 192)]
+    whole = [shape_of(tokens, 128, 16, *mask) for tokens, mask in cases] + [shape_of(16384, dim, 16)
+                                                                            for dim in (96, 192)]
     quick = [shape_of(128, 64, 2, *mask) for mask in ([], ['--window', '40'], ['--cu-seqlens', '3'])]
     keep_attention(run, 'masks', pick(run, whole, [case for case in whole if '32768' not in case], quick))
 
@@ -390,7 +402,8 @@ def rows(run):
     def show_one(one):
         for op in one.get('ops', []):
             run.log(f"{op['name']}: {op['bytes_per_s'] / 1e12:.2f} TB/s")
-    keep(run, 'rows', [['rows', *(['--tokens', '64', '--model-dim', '64'] if run.options.quick else ['--tokens', '16384'])]], show=show_one)
+    shape = pick(run, *[['--tokens', '16384']] * 2, ['--tokens', '64', '--model-dim', '64', '--head-dim', '64'])
+    keep(run, 'rows', [['rows', *shape]], show=show_one)
 
 
 def transfer(run):
@@ -398,9 +411,10 @@ def transfer(run):
         if 'bytes_per_s' in one:
             run.log(f"{one['command']}: {one['bytes_per_s'] / 1e9:.1f} GB/s read and written")
 
-    keep(run, 'transfer', [['transfer', '--tokens', str(tokens), '--head-dim', '128', '--transport', transport, '--ranks',
-                            '2' if run.options.quick else '8']
-                           for tokens in pick(run, [16384, 65536, 262144], [262144], [64]) for transport in TRANSPORTS], show=show_one)
+    keep(run, 'transfer', [['transfer', '--tokens', str(tokens), '--head-dim', '128', '--transport', transport,
+                            '--ranks', '2' if run.options.quick else '8']
+                           for tokens in pick(run, [16384, 65536, 262144], [262144], [64]) for transport in TRANSPORTS],
+         show=show_one)
 
 
 def block(run):
@@ -411,21 +425,25 @@ def block(run):
                     f"{one['peak_bytes'] / 2**20:.0f} MiB")
 
     def case(tokens, ranks, transport, method, shape):
-        return ['block', '--tokens', str(tokens), '--ranks', str(ranks), '--transport', transport, *method, *shape, *avoided(run, 128)]
+        return ['block', '--tokens', str(tokens), '--ranks', str(ranks), '--transport', transport, *method, *shape,
+                *avoided(run, 128)]
 
     small = '--heads 4 --kv-heads 2 --head-dim 64 --model-dim 64 --layers 1'.split()
     whole = [case(tokens, ranks, transport, method, BLOCK) for tokens, ranks in ((65536, 8), (131072, 8), (65536, 2))
              for method in METHODS for transport in TRANSPORTS]
-    brief = [case(65536, 8, 'threads', method, BLOCK) for _ in range(2) for method in METHODS]  # in turn: their ratios pair
+    brief = [case(65536, 8, 'threads', method, BLOCK) for _ in range(2)
+             for method in METHODS]  # in turn: their ratios pair
     brief += [case(131072, 8, 'threads', method, BLOCK) for method in METHODS[:2]]
-    quick = [case(128, 2, transport, method, small) for method in (['--chunk', '4'], ['--chunk', '2'], ['--chunk', '2', '--overlap'])
+    quick = [case(128, 2, transport, method, small) for method in (['--chunk', '4'], ['--chunk', '2'],
+                                                                   ['--chunk', '2', '--overlap'])
              for transport in TRANSPORTS]
     keep(run, 'block', pick(run, whole, brief, quick), show=show_one)
 
 
 # 4 layers of Llama3-8B's shape from random weights: the paper's headline, on one device. A token is a byte of any file.
 STEP = ['--device', 'cuda', '--ranks', '2', '--dtype', 'bf16', '--sample', '0']
-STEP_SHAPE = ['--layers', '4', '--model-dim', '4096', '--heads', '32', '--kv-heads', '8', '--head-dim', '128', '--ff-dim', '14336',
+STEP_SHAPE = ['--layers', '4', '--model-dim', '4096', '--heads', '32', '--kv-heads', '8', '--head-dim', '128',
+              '--ff-dim', '14336',
               '--tokens', '64k', '--steps', '3']
 STEP_SMALL = ['--tokens', '256', '--steps', '2']
 
@@ -507,9 +525,11 @@ def table(run):
 
 # name: what it runs, the seconds it may take in a whole run, in --brief, in --second; None: it is not part of that
 STAGES = {
-    'build': (gpu_build.build, 240, None, None), 'unpack': (gpu_build.unpack, None, 20, 20), 'probe': (probe, 30, 15, None),
+    'build': (gpu_build.build, 240, None, None), 'unpack': (gpu_build.unpack, None, 20, 20),
+          'probe': (probe, 30, 15, None),
     'verdict': (verdict, 60, 45, 30), 'roofline': (roofline, 30, 15, None), 'attention': (attention, 360, 90, None),
-    'block': (block, 180, 90, None), 'train': (train, 120, 80, None), 'long': (long, 150, 45, None), 'masks': (masks, 60, 40, None),
+    'block': (block, 180, 90, None), 'train': (train, 120, 80, None), 'long': (long, 150, 45, None),
+          'masks': (masks, 60, 40, None),
     'rows': (rows, 30, 15, None), 'transfer': (transfer, 40, 15, None), 'test': (test, 240, 90, None),
     'sanitize': (sanitize, 300, None, 70), 'profile': (profile, 60, None, 60), 'repeat': (repeat, 60, None, 50),
     'chart': (chart, 20, None, None), 'table': (table, 20, None, None), 'pack': (gpu_build.pack, None, None, None)}
@@ -522,7 +542,8 @@ def stages_of(options):
     kind = 3 if options.second else 2 if options.brief else 1
     if options.stage:
         return {name: STAGES[name][1] for name in STAGES if name in options.stage}
-    chosen = {name: about[kind] for name, about in STAGES.items() if about[kind] is not None and not (kind == 1 and name in ASKED)}
+    chosen = {name: about[kind] for name, about in STAGES.items() if about[kind] is not None
+              and not (kind == 1 and name in ASKED)}
     if options.brief and options.program:
         del chosen['unpack']
     return chosen
@@ -551,14 +572,16 @@ def brief(options):
         made = gpu_table.lines(run.results)[:LINES]
         with open(os.path.join(out, 'table.md'), 'w', encoding='utf-8') as file:
             file.write('\n'.join(made) + '\n')
-        print('\n'.join([*made, f'in all {time.monotonic() - began:.0f} s; failed: {" ".join(bad) or "nothing"}']), flush=True)
+        print('\n'.join([*made, f'in all {time.monotonic() - began:.0f} s; failed: {" ".join(bad) or "nothing"}']),
+              flush=True)
     return bad
 
 
 def run_stages(run, stages, after=lambda: None):
     """Names of the stages that failed. Without a device none but build, unpack, chart and table begin."""
     bad, device = [], None
-    run.peers, run.hung, run.has_cudnn = Peers(run) if set(stages) & {'roofline', 'attention', 'long', 'masks'} else None, set(), False
+    run.peers, run.hung, run.has_cudnn = Peers(run) if set(stages) & {'roofline', 'attention', 'long',
+                                                                      'masks'} else None, set(), False
     try:
         for name, seconds in stages.items():
             if run.left() == 0:
@@ -591,7 +614,8 @@ def run_stages(run, stages, after=lambda: None):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage=argparse.SUPPRESS)
-    parser.add_argument('--stage', action='append', choices=[name for name in STAGES if name != 'pack'], help=argparse.SUPPRESS)
+    parser.add_argument('--stage', action='append', choices=[name for name in STAGES if name != 'pack'],
+                        help=argparse.SUPPRESS)
     for flag in 'resume', 'quick', 'pack', 'brief', 'second':
         parser.add_argument(f'--{flag}', action='store_true', help=argparse.SUPPRESS)
     parser.add_argument('--minutes', type=float, help=argparse.SUPPRESS)

@@ -19,6 +19,9 @@ import tarfile
 
 from gpu_run import BUILD, DEVICE_LIST, Failed, TOP
 
+sys.path.insert(0, os.path.join(TOP, 'tests', 'cuda'))
+import sass  # pylint: disable=wrong-import-position
+
 PACK = os.path.join(TOP, 'build', 'gpu.tar.xz')
 KEPT = os.path.join(TOP, 'build', 'gpu.kept')  # cubins and SASS of what was packed
 PACK_BYTES = 20 << 20
@@ -26,8 +29,8 @@ MANIFEST = 'manifest.json'
 SOURCES = ('upipe', 'examples', 'tests', 'bench')  # whose files a pack depends on
 SUFFIXES = ('.h', '.c', '.cu', '.cpp', '.py', '.txt')
 WINDOW = 1 << 27  # bytes over which xz finds the kernels that every program has again
-C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA', '-DUPIPE_SOURCE_ROOT="."']
-NEEDED = ['gpu', 'train', '08_nccl', 'verdict']  # without which a pack is not worth its fifteen minutes
+C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA',
+           '-DUPIPE_SOURCE_ROOT="."']
 
 
 def device_tests():
@@ -61,7 +64,8 @@ def find(patterns):
 def nccl():
     """The folder of the NCCL library; None if it or its header is not where compiler or toolkit look."""
     header = find([f'{folder}/nccl.h' for folder in ('/usr/include', '/usr/local/include', f'{toolkit()}/include')])
-    library = find([f'{folder}/libnccl.so' for folder in ('/usr/lib*', '/usr/lib/*', '/usr/local/lib', f'{toolkit()}/lib64')])
+    library = find([f'{folder}/libnccl.so' for folder in ('/usr/lib*', '/usr/lib/*', '/usr/local/lib',
+                                                          f'{toolkit()}/lib64')])
     return os.path.dirname(library) if header and library else None
 
 
@@ -94,18 +98,21 @@ class Plan:
         self.flags = shlex.split(os.environ.get('CFLAGS', ''))
         self.cc, self.cxx = shutil.which('cc') or 'gcc', shutil.which('c++') or 'g++'
         self.kernels = {}  # object -> command of nvcc
+        self.serial = {}  # the same of kernels whose products are serialized on purpose
         self.units = {}  # object -> command of a host compiler
         self.links = {}  # program -> objects and libraries
 
     def nvcc_command(self, source, made, top=TOP):
         return [nvcc(), '-x', 'cu', '-std=c++17', '-O3', '-lineinfo', '-Wno-deprecated-gpu-targets',
-                f'-gencode=arch=compute_{self.arch},code=sm_{self.arch}', '-I', top, '-c', os.path.join(top, source), '-o', made]
+                f'-gencode=arch=compute_{self.arch},code=sm_{self.arch}', '-I', top, '-c', os.path.join(top, source),
+                '-o', made]
 
     def kernel(self, name, source):
         """The object of a unit with kernels: Meson's, if its folder was given."""
         built = self.run.options.objects
         if built:
-            name = '09_cuda.cu.o' if name == '09_cuda.o' else os.path.join('tests', 'cuda', f'device_{stem(source)}.cpp.o')
+            name = '09_cuda.cu.o' if name == '09_cuda.o' else os.path.join('tests', 'cuda',
+                                                                           f'device_{stem(source)}.cpp.o')
             path = os.path.join(built, name)
             if not os.path.exists(path):
                 raise Failed(f'Meson has not built {path}')
@@ -118,18 +125,21 @@ class Plan:
         path = os.path.join(BUILD, f'{name}.main.o')
         places = ['-I', TOP, '-I', os.path.join(TOP, 'tests'), '-isystem', f'{toolkit()}/include']
         cpu = ['-mavx2', '-mfma'] if os.uname().machine == 'x86_64' else []
-        self.units[path] = [self.cc, *C_FLAGS, *cpu, *self.flags, *flags, *places, '-c', os.path.join(TOP, source), '-o', path]
+        self.units[path] = [self.cc, *C_FLAGS, *cpu, *self.flags, *flags, *places, '-c', os.path.join(TOP, source),
+                            '-o', path]
         return path
 
     def host_cpp(self, name, source, headers):
         path = os.path.join(BUILD, name)
-        self.units[path] = [self.cxx, '-std=c++17', '-O1', '-DCUDNN_FRONTEND_SKIP_JSON_LIB', *self.flags, '-I', TOP, '-isystem', headers,
+        self.units[path] = [self.cxx, '-std=c++17', '-O1', '-DCUDNN_FRONTEND_SKIP_JSON_LIB', *self.flags, '-I', TOP,
+                            '-isystem', headers,
                             '-isystem', f'{toolkit()}/include', '-c', os.path.join(TOP, source), '-o', path]
         return path
 
     def link_command(self, name):
         return [self.cxx, *self.links[name], '-o', os.path.join(BUILD, name), f'-L{toolkit()}/lib64',
-                '-Wl,-rpath,/usr/local/cuda/lib64', f'-Wl,-rpath,{toolkit()}/lib64', '-lcublas', '-lcudart', '-lm', '-lpthread']
+                '-Wl,-rpath,/usr/local/cuda/lib64', f'-Wl,-rpath,{toolkit()}/lib64', '-lcublas', '-lcudart', '-lm',
+                '-lpthread']
 
 
 def plan(run, arch):
@@ -138,10 +148,12 @@ def plan(run, arch):
     table = made.kernel('09_cuda.o', 'examples/09_cuda.cu')
     for source in first:
         made.links[stem(source)] = [made.kernel(f'{stem(source)}.o', f'tests/cuda/{source}')]
-    for source in ['bench/gpu.c', 'examples/compare/compare.c', 'examples/09_cuda.c', *(f'tests/cuda/{name}' for name in programs)]:
+    for source in ['bench/gpu.c', 'examples/compare/compare.c', 'examples/09_cuda.c',
+                   *(f'tests/cuda/{name}' for name in programs)]:
         made.links[stem(source)] = [made.unit(stem(source), source), table]
     if nccl():
-        made.links['08_nccl'] = [made.unit('08_nccl', 'examples/08_nccl.c'), table, f'-L{nccl()}', f'-Wl,-rpath,{nccl()}', '-lnccl']
+        made.links['08_nccl'] = [made.unit('08_nccl', 'examples/08_nccl.c'), table, f'-L{nccl()}',
+                                 f'-Wl,-rpath,{nccl()}', '-lnccl']
     else:
         run.report('left out: 08_nccl, as NCCL is not installed')
     if jansson():
@@ -153,10 +165,34 @@ def plan(run, arch):
         more = ['-lcudnn', '-lnvrtc']
         made.links['gpu_cudnn'] = [made.unit('gpu_cudnn', 'bench/gpu.c', ['-DWITH_CUDNN']),
                                    made.host_cpp('cudnn.o', 'bench/gpu_cudnn.cpp', headers), table, *more]
-        made.links['13_plug_cudnn'] = [made.host_cpp('13_plug_cudnn.o', 'examples/13_plug_cudnn.cpp', headers), table, *more]
+        made.links['13_plug_cudnn'] = [made.host_cpp('13_plug_cudnn.o', 'examples/13_plug_cudnn.cpp', headers), table,
+                                       *more]
     else:
         run.report('left out: cuDNN beside ours, as it or cudnn-frontend is not installed')
     return made
+
+
+# Every product of warpgroups waits for the one before: a kernel that is right so, and wrong otherwise, has a hazard there.
+COMMIT = 'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");'
+SERIAL = COMMIT + ' asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");'
+
+
+def plan_serial(made):
+    """The verdict over a copy of the kernels that is changed so."""
+    top, path = os.path.join(BUILD, 'serial'), os.path.join(BUILD, 'serial.o')
+    shutil.rmtree(top, ignore_errors=True)
+    shutil.copytree(os.path.join(TOP, 'upipe'), os.path.join(top, 'upipe'))
+    os.makedirs(os.path.join(top, 'examples'))
+    shutil.copy(os.path.join(TOP, 'examples', '09_cuda.cu'), os.path.join(top, 'examples'))
+    header = os.path.join(top, 'upipe', 'cuda', 'upipe_cuda_wgmma.h')
+    with open(header, encoding='utf-8') as source:
+        text = source.read()
+    if text.count(COMMIT) != 1:
+        raise Failed(f'{header} does not commit products as the script expects')
+    with open(header, 'w', encoding='utf-8') as out:
+        out.write(text.replace(COMMIT, SERIAL))
+    made.serial[path] = made.nvcc_command('examples/09_cuda.cu', path, top)
+    made.links['verdict_serial'] = [made.links['verdict'][0], path]
 
 
 def compile_all(run, jobs):
@@ -171,21 +207,23 @@ def named(commands):
 
 def check_machine_code(run, compiled):
     """Whether the compiler has undone an overlap or spilled: figures are then not what the kernels could give."""
-    if all(shutil.which(tool) or shutil.which(tool, path='/usr/local/cuda/bin') for tool in ('cuobjdump', 'nvdisasm')):
-        if run.call('sass', [sys.executable, os.path.join(TOP, 'tests', 'cuda', 'sass.py'), compiled]) != 0:
-            run.report('warning: the machine code is not what it should be; the run goes on')
-    else:
+    status = run.call('sass', [sys.executable, os.path.join(TOP, 'tests', 'cuda', 'sass.py'), compiled])
+    if status == 77:
         run.report('left out: the check of the machine code, as cuobjdump and nvdisasm are not installed')
+    elif status != 0:
+        run.report('warning: the machine code is not what it should be; the run goes on')
 
 
-def build(run, arch=None):
+def build(run, packing=False):
     os.makedirs(BUILD, exist_ok=True)
-    arch = arch or (run.ask_driver('compute_cap') or '8.0').replace('.', '')
+    arch = '90' if packing else (run.ask_driver('compute_cap') or '8.0').replace('.', '')
     made = plan(run, '90a' if arch == '90' else arch)  # Hopper's own instructions
+    if packing:
+        plan_serial(made)
     gates = [sys.executable, os.path.join(TOP, 'tests', 'cuda', 'nvcc.py')]  # fails where ptxas serializes products
     strict = ['-Werror=all-warnings', '-Xptxas=-warn-spills']
     kernels = {path: [*gates, *command, *strict] for path, command in made.kernels.items()}
-    bad = compile_all(run, named(kernels) + named(made.units))
+    bad = compile_all(run, named(kernels) + named(made.serial) + named(made.units))
     warned = {path: command for path, command in made.kernels.items()
               if os.path.basename(path) in bad and run.left() != 0}  # out of time is no warning
     if warned:
@@ -219,24 +257,24 @@ def sources_hash():
 
 
 def commit():
-    done = subprocess.run(['git', '-C', TOP, 'describe', '--always', '--dirty', '--abbrev=40'], capture_output=True, text=True, check=False)
+    done = subprocess.run(['git', '-C', TOP, 'describe', '--always', '--dirty', '--abbrev=40'], capture_output=True,
+                          text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else 'unknown'
 
 
-# The change that makes every product of warpgroups wait for the one before: right with it and wrong without is a hazard.
-SERIAL = ('asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");',
-          'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); upi_wgmma_wait<0>();')
-
-
 def keep_machine_code(run, table):
-    """The cubin and its SASS, so that the code that ran can be read afterwards."""
+    """The cubins and their SASS, so that the code that ran can be read afterwards."""
     shutil.rmtree(KEPT, ignore_errors=True)
     os.makedirs(KEPT)
-    done = run.launch(['sh', '-c', f'cd {shlex.quote(KEPT)} && cuobjdump -xelf all {shlex.quote(table)} >/dev/null && for i in *.cubin; '
-                                   'do nvdisasm -c "$i" >"$i.sass" || exit 1; done'],
-                      env={'PATH': os.environ['PATH'] + ':/usr/local/cuda/bin'})
-    if done.status != 0:
-        run.report(f'left out: cubins and SASS ({done.reason()})')
+    try:
+        tools = [sass.tool(name, os.path.join(TOP, 'build', 'disassembler')) for name in ('cuobjdump', 'nvdisasm')]
+        subprocess.run([os.path.abspath(tools[0]), '-xelf', 'all', table], cwd=KEPT, stdout=subprocess.DEVNULL,
+                       check=True)
+        for cubin in sorted(glob.glob(os.path.join(KEPT, '*.cubin'))):
+            with open(f'{cubin}.sass', 'w', encoding='utf-8') as out:
+                subprocess.run([tools[1], '-c', cubin], stdout=out, check=True)
+    except (sass.Missing, OSError, subprocess.CalledProcessError) as reason:
+        run.report(f'left out: cubins and SASS ({reason})')
 
 
 def add(archive, name, path):
@@ -248,13 +286,13 @@ def add(archive, name, path):
 
 
 def pack(run):
-    made = build(run, '90')
-    missing = [name for name in NEEDED if name not in made.links]
-    if missing:
-        raise Failed(f'a pack needs {" ".join(missing)}: install libjansson-dev and NCCL')
+    if not nccl() or not jansson():
+        raise Failed('a pack needs NCCL and jansson, with their headers: without them no training step would run')
+    made = build(run, packing=True)
     table = next(path for path in made.links['gpu'] if os.path.basename(path).startswith('09_cuda'))
     keep_machine_code(run, table)
-    manifest = {'commit': commit(), 'sources': sources_hash(), 'nvcc': nvcc_release(run), 'programs': sorted(made.links)}
+    manifest = {'commit': commit(), 'sources': sources_hash(), 'nvcc': nvcc_release(run),
+                'programs': sorted(made.links)}
     with open(os.path.join(BUILD, MANIFEST), 'w', encoding='utf-8') as out:
         json.dump(manifest, out, indent=1)
     filters = [{'id': lzma.FILTER_LZMA2, 'preset': 3, 'dict_size': WINDOW}]

@@ -93,7 +93,8 @@ class Run:
 
     def __init__(self, options, programs):
         self.options, self.programs = options, programs
-        self.results, self.logs = options.results, os.path.join(options.results, 'logs') if options.brief else os.path.join(BUILD, 'logs')
+        self.results = options.results
+        self.logs = os.path.join(options.results if options.brief else BUILD, 'logs')
         self.ends = {'run': float('inf'), 'stage': float('inf')}
         self.began = time.monotonic()
         self.avoid = {}  # head dim of a kernel -> set of 'fwd90', 'bwd90'
@@ -164,8 +165,10 @@ class Run:
         with open(path, 'w', encoding='utf-8') as out:
             out.write(done.out + done.err)
         if done.status != 0:
-            end = '' if self.lines_left is not None else f'; the end of {path}:\n' + '\n'.join((done.out + done.err).splitlines()[-SHOWN:])
-            self.report(f'{name}: {"out of time" if done.status is None else f"status {done.status}"}{end or ": " + done.reason()}')
+            short = 'out of time' if done.status is None else f'status {done.status}: {done.reason()}'
+            self.report(f'{name}: {short}')
+            if self.lines_left is None:
+                self.log('\n'.join([f'the end of {path}:', *(done.out + done.err).splitlines()[-SHOWN:]]))
         return done.status
 
     def side_by_side(self, work, items, width):

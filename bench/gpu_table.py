@@ -18,7 +18,8 @@ def kept(folder, stage):
 
 
 def rows_of(head, rows):
-    return ['', f'| {" | ".join(head)} |', '|' + '---|' * len(head), *(f'| {" | ".join(map(str, row))} |' for row in rows)] if rows else []
+    return ['', f'| {" | ".join(head)} |', '|' + '---|' * len(head),
+            *(f'| {" | ".join(map(str, row))} |' for row in rows)] if rows else []
 
 
 def amount(tokens):
@@ -30,7 +31,8 @@ def verdict(folder):
     if not made:
         return []
     out = [f'{made["cases"] - made["wrong"]} of {made["cases"]} kernels and masks are right']
-    return out + [f'- head dim {dim}: {" ".join(names)} left out, kernels for 8.0 in their place' for dim, names in made['avoid'].items()]
+    return out + [f'- head dim {dim}: {" ".join(names)} left out, kernels for 8.0 in their place' for dim,
+                  names in made['avoid'].items()]
 
 
 def roofline(folder):
@@ -58,14 +60,17 @@ def attention(folder):
             if 'tokens' not in figure:
                 continue
             mask = 'causal' if figure['causal'] else 'full'
-            mask += f", window {figure['window']}" if figure['window'] else f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
-            heads = figure['heads'] if figure['heads'] == figure['kv_heads'] else f"{figure['heads']}/{figure['kv_heads']}"
+            mask += f", window {figure['window']}" if figure['window'] else ''
+            mask += f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
+            heads = str(figure['heads'])
+            heads += '' if figure['heads'] == figure['kv_heads'] else f"/{figure['kv_heads']}"
             margin = f", margin {figure['margin']}" if figure.get('margin') else ''
             row = shapes.setdefault(f"d {figure['head_dim']}, {mask}, {amount(figure['tokens'])} × {heads}{margin}", {})
             for kernel in figure['kernels']:
                 row.setdefault(kernel['name'], rate(kernel))
                 names += [kernel['name']] if kernel['name'] not in names else []
-    return rows_of(['TFLOP/s, forward / backward', *names], [[shape, *(row.get(name, '') for name in names)] for shape, row in shapes.items()])
+    return rows_of(['TFLOP/s, forward / backward', *names], [[shape, *(row.get(name, '') for name in names)] for shape,
+                                                             row in shapes.items()])
 
 
 def block(folder):
@@ -77,13 +82,17 @@ def block(folder):
     rows = []
     for (tokens, ranks, transport, method), figures in runs.items():
         base = runs.get((tokens, ranks, transport, 'ulysses'), [])
-        pairs = [[mine[way] / other[way] for mine, other in zip(figures, base)] for way in ('fwd_seconds', 'bwd_seconds')]
+        pairs = [[mine[way] / other[way] for mine, other in zip(figures, base)]
+                 for way in ('fwd_seconds', 'bwd_seconds')]
         one = figures[0]
         rows.append([f'{amount(tokens)}, {ranks} ranks, {transport}', method,
-                     *(' '.join(f'{1e3 * figure[way]:.1f}' for figure in figures) for way in ('fwd_seconds', 'bwd_seconds')),
+                     *(' '.join(f'{1e3 * figure[way]:.1f}' for figure in figures)
+                       for way in ('fwd_seconds', 'bwd_seconds')),
                      ' / '.join(f'{statistics.median(pair):.3f}' for pair in pairs if pair),
-                     f"{one['plan_bytes'] / MIB:.0f}", f"{one['peak_bytes'] / MIB:.0f}", one['driver_beyond_slabs_bytes']])
-    return rows_of(['block', 'method', 'forward, ms', 'backward, ms', 'of Ulysses', 'plan, MiB', 'peak, MiB', 'driver beyond slabs, B'], rows)
+                     f"{one['plan_bytes'] / MIB:.0f}", f"{one['peak_bytes'] / MIB:.0f}",
+                     one['driver_beyond_slabs_bytes']])
+    return rows_of(['block', 'method', 'forward, ms', 'backward, ms', 'of Ulysses', 'plan, MiB', 'peak, MiB',
+                    'driver beyond slabs, B'], rows)
 
 
 def train(folder):
@@ -91,7 +100,8 @@ def train(folder):
     for figure in kept(folder, 'train').get('figures', []):
         if 'train' in figure:
             made = figure['train']
-            rows.append([made['method'], f"{made['tokens_per_s']:.0f}", f"{made['plan_bytes'] / MIB:.0f}", f"{made['peak_bytes'] / MIB:.0f}",
+            rows.append([made['method'], f"{made['tokens_per_s']:.0f}", f"{made['plan_bytes'] / MIB:.0f}",
+                         f"{made['peak_bytes'] / MIB:.0f}",
                          f"{made['driver_peak_bytes'] / MIB:.0f}"])
     return rows_of(['training step', 'tokens/s', 'plan, MiB', "pools' peak, MiB", "driver's peak, MiB"], rows)
 
@@ -103,7 +113,8 @@ def rows(folder):
 
 
 def transfer(folder):
-    out = [[f"{amount(figure['tokens'])}, {figure['ranks']} ranks", figure['transport'], f"{figure['bytes_per_s'] / 1e12:.2f}"]
+    out = [[f"{amount(figure['tokens'])}, {figure['ranks']} ranks", figure['transport'],
+            f"{figure['bytes_per_s'] / 1e12:.2f}"]
            for figure in kept(folder, 'transfer').get('figures', []) if 'bytes_per_s' in figure]
     return rows_of(['all-to-all', 'transport', 'TB/s'], out)
 
@@ -112,4 +123,5 @@ def lines(folder):
     stages = [kept(folder, stage) for stage in ('roofline', 'attention', 'block')]
     device = next((made['device'] for made in stages if made.get('device', {}).get('name')), None)
     head = [f"{device['name']}, {device['processors']} processors"] if device else []
-    return head + [line for part in (verdict, roofline, attention, block, train, rows, transfer) for line in part(folder)]
+    return head + [line for part in (verdict, roofline, attention, block, train, rows, transfer)
+                   for line in part(folder)]

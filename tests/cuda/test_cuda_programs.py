@@ -11,10 +11,11 @@ import json
 import os
 import re
 import sys
+import tarfile
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
-from checks import check, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
+from checks import check, equal, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
 from hybrid import CONFIG, packed, random_tensors, write_model  # pylint: disable=wrong-import-position
 from launch_ranks import run_ranks  # pylint: disable=wrong-import-position
 from programs import BOOK, METHODS, TOP, npy  # pylint: disable=wrong-import-position
@@ -308,10 +309,34 @@ exec "$PROGRAM" "$@"
 '''
 
 
+# The programs of a pack, as they are built for the fake.
+PACKED = {**{name: f'fake_{name}' for name in ('gpu', 'train', 'compare', '08_nccl', '09_cuda')},
+          **{name: f'test_cuda_{name}' for name in ('maps', 'probe', 'watchdog', 'verdict')},
+          'test_cuda_graph': 'test_cuda_graph'}
+
+
+def test_brief(folder):
+    """The fifteen minutes of a device, over the fake: everything comes back in two files."""
+    os.makedirs(os.path.join(folder, 'programs'))
+    for name, built in PACKED.items():
+        os.symlink(os.path.join(FOLDER, built), os.path.join(folder, 'programs', name))
+    brief = [sys.executable, os.path.join(TOP, 'bench', 'gpu.py'), '--brief', '--quick', '--program',
+             os.path.join(folder, 'programs', 'gpu'), '--results', os.path.join(folder, 'back')]
+    done = run_command(brief, HANGS, {'FAKE_CAPABILITY': '90'})
+    lines = done.stderr.splitlines() + done.stdout.splitlines()
+    check(done.returncode == 0, f'--brief: {done.returncode}: {done.stderr[-1500:]}')
+    equal(sorted(os.listdir(os.path.join(folder, 'back'))), ['gpu.tar.xz', 'table.md'], 'what comes back')
+    check(len(lines) <= 100 and lines[-1].startswith('in all ') and '| upipe |' in done.stdout, done.stdout)
+    with tarfile.open(os.path.join(folder, 'back', 'gpu.tar.xz')) as archive:
+        names = archive.getnames()
+    stages = ('verdict', 'roofline', 'attention', 'block', 'train', 'long', 'masks', 'rows', 'transfer')
+    check({f'gpu_{stage}.json' for stage in stages} <= set(names), str(names))
+
+
 def test_bench(_):
     """bench/gpu.py in small, over the fake device: every figure is there, and what has no device says so."""
     script = os.path.join(TOP, 'bench', 'gpu.py')
-    stages = ['roofline', 'attention', 'masks', 'transfer', 'block']
+    stages = ['roofline', 'attention', 'block', 'masks', 'transfer']
     with tempfile.TemporaryDirectory() as folder:
         flags = ['--quick', '--program', os.path.join(FOLDER, 'fake_gpu'), '--results', folder]
         stage = [word for name in (*stages, 'chart') for word in ('--stage', name)]
@@ -323,7 +348,7 @@ def test_bench(_):
             check(made['device']['name'] == 'fake' and made['stage'] == stage, str(made['device']))
             figures[stage] = made['figures']
         counts = [len(figures[stage]) for stage in stages]
-        check(counts == [1, 13, 3, 2, 6], f'{stages} have {counts} figures')
+        check(counts == [1, 12, 6, 3, 2], f'{stages} have {counts} figures')
         for made in figures['attention'] + figures['masks']:
             for kernel in made['kernels']:
                 check(set(kernel['checked']) == {'o', 'lse', 'dq', 'dk', 'dv'}, str(kernel))
@@ -362,4 +387,4 @@ def test_bench(_):
 
 if __name__ == '__main__':
     sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_methods, test_train, test_linear, test_world, test_world_failures,
-                       test_world_compare, test_world_alone, test_failures, *([test_bench] if FULL else [])))
+                       test_world_compare, test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))
