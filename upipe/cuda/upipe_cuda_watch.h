@@ -45,12 +45,12 @@ UPIPE_API int upi_cuda_watch_parity(uint64_t word)
 
 UPIPE_API int upi_cuda_watch_pending(uint64_t word)
 {
-    return (1 << 20) - (int)(word >> 43 & 0xfffff);
+    return (int)(-(word >> 43) & 0xfffff);
 }
 
 UPIPE_API int upi_cuda_watch_count(uint64_t word)
 {
-    return (1 << 20) - (int)(word >> 1 & 0xfffff);
+    return (int)(-(word >> 1) & 0xfffff);
 }
 
 UPIPE_API int upi_cuda_watch_bytes(uint64_t word)
