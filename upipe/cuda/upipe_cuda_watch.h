@@ -3,7 +3,7 @@
  *     upipe_cuda_host_slab(&device.watch, UPIPE_CUDA_WATCH, &err);      after upipe_cuda_init
  *     memset(device.watch, 0, UPIPE_CUDA_WATCH);
  *     ...                                                               calls; one fails: "unspecified launch failure"
- *     if (upipe_cuda_watch_say(device.watch, text, sizeof text) > 0) puts(text);
+ *     if (upipe_cuda_watch_text(device.watch, text, sizeof text) > 0) puts(text);
  *
  * Watched are the attention kernels for compute capability 9.0, whose warps wait for barriers in shared memory. A
  * block in which no barrier moves for 2 s writes its barriers to the host's memory, and half a second later the
@@ -24,7 +24,6 @@ enum {
 typedef struct upi_cuda_watch_record {
     int d, keys, backward; /* the kernel's columns and its keys in a tile; d is 0 where nobody has written */
     int block, blocks;     /* of the grid; in the backward the block's ticket, whose order is that of turns */
-    int unused;
     uint64_t barrier[UPI_CUDA_WATCH_BARRIERS]; /* as they lie in shared memory */
 } upi_cuda_watch_record;
 
@@ -71,14 +70,14 @@ UPIPE_API const char *upi_cuda_watch_name(int backward, int i)
     return i < (int)(sizeof forward / sizeof *forward) ? forward[i] : NULL;
 }
 
-/* upipe_cuda_watch_say -- how many blocks stand still, and a sentence about the first of them
+/* upipe_cuda_watch_text -- how many blocks stand still, and a sentence about the first of them
  *   watch  the memory, after a call that failed; NULL: nobody watched
  *   text   UPIPE_CUDA_WATCH_TEXT bytes hold every sentence; "" where no block has written. Behind the kernel and the
  *          block come its barriers, each with name, parity of its phase, arrivals that are missing of how many, bytes
  *          that are missing, and its word. `full`: loads fill it and consumers wait; `empty`: consumers give it back
  *          and loads wait
  */
-UPIPE_API int upipe_cuda_watch_say(const void *watch, char *text, size_t bytes)
+UPIPE_API int upipe_cuda_watch_text(const void *watch, char *text, size_t bytes)
 {
     const upi_cuda_watch_record *all = (const upi_cuda_watch_record *)watch, *first = NULL;
     int found = 0, i;
