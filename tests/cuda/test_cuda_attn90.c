@@ -155,6 +155,14 @@ static void test_margin(void)
     buffers_free(0);
 }
 
+static void test_watched(void)
+{
+    for (int i = 0; i < DIMS; ++i) {
+        const oracle_attn t = shape(300, 300, 3, 1, dims[i], i % 2, 0, 0);
+        check_watched(&t, 600 + (uint64_t)i, 1);
+    }
+}
+
 /* What tensor maps can't say goes to the other kernels. */
 static void test_left_to_others(void)
 {
@@ -198,6 +206,7 @@ int main(void)
         test_sections();
         test_packed();
         test_margin();
+        test_watched();
         test_left_to_others();
     } else
         printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,

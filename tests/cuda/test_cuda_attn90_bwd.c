@@ -183,6 +183,14 @@ static void test_same_bits(void)
     }
 }
 
+static void test_watched(void)
+{
+    for (int i = here.brief; i < DIMS; i += here.brief ? 2 : 1) {
+        const oracle_attn t = shape(200, 270, 4, 2, dims[i], i % 2, 90, 0);
+        check_watched(&t, 600 + (uint64_t)i, 2);
+    }
+}
+
 int main(void)
 {
     int i;
@@ -197,6 +205,7 @@ int main(void)
         test_merge();
         test_parts();
         test_same_bits();
+        test_watched();
     } else
         printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,
                dev.cuda.capability % 10);

@@ -276,16 +276,8 @@ fake_call::fake_call(const char *name_, bool polls) : name(name_), fails(false),
         g.failed = name;
         g.fail_at = 0;
         if (g.fail_sticky) {
-            /* what is enqueued never runs */
-            dead = g.dead = true;
-            for (auto s : g.streams) {
-                s->queue.clear();
-                s->done = s->issued;
-                s->waiting = -1;
-            }
-            for (auto &d : g.devices) d.blocks.clear();
-            fake_nccl_drop();
-            fake_changed();
+            dead = true;
+            fake_end_context();
         }
     }
     fails = fails || dead;
@@ -321,6 +313,21 @@ bool fake_asks_again(const fake_call &call, fake_point p)
         }
     asked.push_back(p);
     return false;
+}
+
+/* What is enqueued never runs. */
+void fake_end_context()
+{
+    state &g = all();
+    g.dead = true;
+    for (auto s : g.streams) {
+        s->queue.clear();
+        s->done = s->issued;
+        s->waiting = -1;
+    }
+    for (auto &d : g.devices) d.blocks.clear();
+    fake_nccl_drop();
+    fake_changed();
 }
 
 bool fake_dead()
@@ -406,9 +413,10 @@ fake_point fake_append(CUstream_st *s, const char *name, std::function<void()> w
     return p;
 }
 
-/* The first operation is done. */
+/* The first operation is done, unless it has ended the context. */
 static void finish(CUstream_st *s)
 {
+    if (all().dead) return;
     s->queue.pop_front();
     ++s->done;
     s->waiting = -1;

@@ -132,6 +132,8 @@ struct fake_needs {
  * fake_kernels.h for this name and these columns. */
 cudaError_t fake_enqueue(cudaStream_t stream, const char *name, std::function<void()> work,
                          fake_needs needs = fake_needs(), int columns = 0);
+/* By work under way: its kernel has failed, and the context with it. As after a STICKY error. */
+void fake_end_context(void);
 #endif
 
 #endif

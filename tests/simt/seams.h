@@ -123,7 +123,9 @@ cudaError_t simt_launch_kernel(cudaStream_t stream, int together, const char *na
     const char *columns = strstr(from, "D = "); /* a template's argument, in the function's name */
     return fake_enqueue(
         stream, name,
-        [=, params = std::tuple<P...>(args...)] { simt_run(shape, [&] { std::apply(kernel, params); }); },
+        [=, params = std::tuple<P...>(args...)] {
+            if (!simt_run(shape, [&] { std::apply(kernel, params); })) fake_end_context();
+        },
         {grid.e.x * grid.e.y * grid.e.z, (int)(block.e.x * block.e.y * block.e.z), 0, shared, 0},
         columns != NULL ? atoi(columns + 4) : 0);
 }
@@ -340,10 +342,11 @@ SIMT_SEAM(void, upi_mbarrier_fence, (void), simt_race_fence_async_shared())
 SIMT_SEAM(void, upi_mbarrier_arrive, (uint32_t barrier), simt_mbarrier_arrive(barrier, 0, SIMT_CODE_HERE))
 SIMT_SEAM(void, upi_mbarrier_arrive_expect, (uint32_t barrier, uint32_t bytes),
           simt_mbarrier_arrive(barrier, bytes, SIMT_CODE_HERE))
-#ifndef UPIPE_CUDA_WATCHDOG
 SIMT_SEAM(void, upi_mbarrier_wait, (uint32_t barrier, uint32_t parity, SIMT_HERE),
           simt_mbarrier_wait(barrier, parity, file, line, SIMT_CODE_HERE))
-#endif
+SIMT_SEAM(int, upi_mbarrier_wait_for, (uint32_t barrier, uint32_t parity, uint32_t ns, SIMT_HERE),
+          simt_mbarrier_wait_for(barrier, parity, ns, file, line, SIMT_CODE_HERE))
+SIMT_SEAM(uint64_t, upi_mbarrier_word, (uint32_t barrier), simt_mbarrier_word(barrier, SIMT_CODE_HERE))
 SIMT_SEAM(int, upi_mbarrier_test, (uint32_t barrier, uint32_t parity),
           simt_mbarrier_test(barrier, parity, SIMT_CODE_HERE))
 SIMT_SEAM(void, upi_fence_async_shared, (void), simt_race_fence_async_shared())
@@ -473,17 +476,26 @@ UPI_DEVICE void upi_pause(SIMT_HERE)
     simt_pause(file, line);
 }
 
-#ifdef UPIPE_CUDA_WATCHDOG
-UPI_DEVICE void upi_hang(const char *what, uint32_t which, uint32_t value)
+UPI_DEVICE uint32_t upi_clock(void)
 {
-    simt_finding("waits in vain for %s %u, value %u", what, which, value);
+    return (uint32_t)simt_clock();
 }
-#endif
+
+UPI_DEVICE void upi_trap(void)
+{
+    simt_trap();
+}
 
 SIMT_APART void __threadfence(void)
 {
     simt_race_fence();
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
+/* The host is behind it too. */
+UPI_DEVICE void __threadfence_system(void)
+{
+    __threadfence();
 }
 
 SIMT_APART float atomicAdd(float *p, float v)

@@ -9,6 +9,8 @@
  *     simt_shape shape = {{blocks, 1, 1}, {256, 1, 1}, shared_bytes};
  *     simt_run(shape, [&] { kernel(x, n); });         returns when every block has ended
  *
+ * Time stands still while any thread of the launch can go on, and then goes on to the end of a wait that has one.
+ *
  * Whatever a device would leave undefined is a finding: one report on stderr, then the process ends with
  * status SIMT_STATUS. Found are: a barrier that part of a block reaches or that its threads reach at
  * different lines; collectives whose lanes differ in place or mask; waiting for ever; shared memory before
@@ -118,6 +120,7 @@ struct simt_fiber {
     simt_bulk *bulk, **bulk_end;     /* not written */
     int bulk_group;                  /* of the next one */
     const void *waits_for;           /* a barrier of simt_hopper.h */
+    uint64_t until;                  /* the clock at which it no longer does; 0: it waits for ever */
     simt_clocks *clocks;
     void *fake_stack; /* ASan's */
 };
@@ -153,6 +156,7 @@ struct simt_block {
     unsigned pauses; /* since a thread last did anything else */
     unsigned asked;  /* how often a barrier was asked, and not waited for */
     uint64_t moves;  /* of the launch, when those began */
+    uint64_t due;    /* no wait of its threads ends before; UINT64_MAX: none does by time */
     unsigned worker;
     simt_trace *trace;
     const void *place; /* in the code, of the last meeting of a warp */
@@ -173,7 +177,10 @@ struct simt_launch {
     void *args;
     uint64_t blocks, next, step, offset; /* block number i is (offset + i step) % blocks */
     uint64_t moves;                      /* counts what a pausing thread may be waiting for */
-    uint64_t stuck[SIMT_WORKERS]; /* moves + 1 at which a worker's block only paused; ~0: the worker left */
+    uint64_t stuck[SIMT_WORKERS]; /* moves + 1 at which a worker's block only waited; ~0: the worker left */
+    uint64_t due[SIMT_WORKERS];   /* its block's then */
+    uint64_t clock;               /* nanoseconds */
+    int trapped;
     unsigned workers;
     int alternates; /* one worker runs at a time, the others wait */
     unsigned turn;  /* whose it is */
@@ -308,6 +315,8 @@ SIMT_QUIET inline uint64_t simt_random(uint64_t *state)
 
 inline const size_t simt_page = (size_t)sysconf(_SC_PAGESIZE);
 inline long simt_seed = simt_env("SIMT_SEED", 0);
+inline uint64_t
+    simt_tick; /* nanoseconds that go by where a thread gives way, for tests of waits that time ends */
 
 SIMT_QUIET inline void simt_make_ready(simt_block *b, unsigned thread)
 {
@@ -318,13 +327,59 @@ SIMT_QUIET inline void simt_make_ready(simt_block *b, unsigned thread)
 /* One of the loads on their way arrives, simt_hopper.h; 0: there is none. */
 SIMT_QUIET inline int simt_land_load(simt_block *b);
 
+/* Where no thread of the block can go on, or all that can only pause. */
+SIMT_QUIET inline int simt_pass_time(simt_block *b, uint64_t moves);
+
+SIMT_QUIET inline uint64_t simt_clock(void)
+{
+    return __atomic_load_n(&simt_here->launch->clock, __ATOMIC_SEQ_CST);
+}
+
+/* Ends the waits whose time has come; returns how many. */
+SIMT_QUIET inline unsigned simt_wake_late(simt_block *b)
+{
+    const uint64_t now = simt_clock();
+    unsigned t, woken = 0;
+    if (now < b->due) return 0;
+    b->due = UINT64_MAX;
+    for (t = 0; t < b->threads; ++t) {
+        simt_fiber *f = &b->fiber[t];
+        if (f->until == 0) continue;
+        if (f->until > now) {
+            b->due = f->until < b->due ? f->until : b->due;
+            continue;
+        }
+        f->until = 0;
+        f->waits_for = NULL;
+        simt_make_ready(b, t);
+        ++woken;
+    }
+    return woken;
+}
+
+/* No thread of the block ever runs again. */
+SIMT_QUIET inline void simt_abandon(simt_block *b)
+{
+    simt_switch(b, simt_fiber_now, NULL);
+    abort();
+}
+
 /* Goes on with another thread. The caller stands in whatever queue will wake it. */
 SIMT_QUIET inline void simt_yield(simt_block *b)
 {
     simt_fiber *me = simt_fiber_now;
     unsigned at, thread;
+    if (__atomic_load_n(&b->launch->trapped, __ATOMIC_SEQ_CST)) simt_abandon(b);
     if (simt_seed > 0 && simt_random(&b->random) % 8 == 0) simt_land_load(b);
-    while (b->count == 0 && b->done < b->threads && simt_land_load(b)) continue;
+    if (simt_tick > 0) {
+        __atomic_fetch_add(&b->launch->clock, simt_tick, __ATOMIC_SEQ_CST);
+        simt_wake_late(b);
+        simt_land_load(b); /* some thread or other can always go on */
+    }
+    while (b->count == 0 && b->done < b->threads &&
+           (simt_land_load(b) || (b->due != UINT64_MAX &&
+                                  simt_pass_time(b, __atomic_load_n(&b->launch->moves, __ATOMIC_SEQ_CST)))))
+        continue;
     at = b->first;
     if (b->count == 0) {
         if (b->done == b->threads) {
@@ -429,6 +484,45 @@ SIMT_QUIET inline void simt_dawdle(void)
     simt_pass_turn(l, simt_here->worker, 0);
 }
 
+/* Wakes threads whose waits time ends. If every block that runs only waits, and no atomic or release came since `moves`,
+ * the clock goes on to the first such end; where there is none, nobody will ever go on: returns 0. */
+SIMT_QUIET inline int simt_pass_time(simt_block *b, uint64_t moves)
+{
+    simt_launch *l = b->launch;
+    uint64_t first = UINT64_MAX;
+    unsigned i;
+    int all;
+    if (__atomic_load_n(&l->trapped, __ATOMIC_SEQ_CST)) simt_abandon(b);
+    if (simt_wake_late(b) > 0) return 1;
+    pthread_mutex_lock(&l->lock);
+    __atomic_store_n(&l->stuck[b->worker], moves + 1, __ATOMIC_SEQ_CST);
+    l->due[b->worker] = b->due;
+    for (i = 0; i < l->workers; ++i) {
+        const uint64_t at = __atomic_load_n(&l->stuck[i], __ATOMIC_SEQ_CST);
+        if (at == UINT64_MAX) continue;
+        if (at != moves + 1) break;
+        if (l->due[i] < first) first = l->due[i];
+    }
+    all = i == l->workers && __atomic_load_n(&l->moves, __ATOMIC_SEQ_CST) == moves;
+    if (all && first != UINT64_MAX) {
+        if (first > l->clock) __atomic_store_n(&l->clock, first, __ATOMIC_SEQ_CST);
+        for (i = 0; i < l->workers; ++i) /* nobody goes on in time before these have */
+            if (l->stuck[i] == moves + 1 && l->due[i] <= first)
+                __atomic_store_n(&l->stuck[i], 0, __ATOMIC_SEQ_CST);
+    }
+    pthread_mutex_unlock(&l->lock);
+    if (!all) sched_yield();
+    if (!all || first != UINT64_MAX) simt_pass_turn(l, b->worker, 0);
+    return !all || first != UINT64_MAX;
+}
+
+/* The launch fails. */
+SIMT_QUIET inline void simt_trap(void)
+{
+    __atomic_store_n(&simt_here->launch->trapped, 1, __ATOMIC_SEQ_CST);
+    simt_abandon(simt_here);
+}
+
 /* Inside a loop that waits for another block. If every block that runs only pauses, and no atomic or release
  * came in between, then none ever will: blocks that have not started wait for these to end. */
 SIMT_QUIET __attribute__((noinline)) inline void simt_pause(const char *file, int line)
@@ -436,7 +530,7 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_pause(const char *file, in
     simt_block *b = simt_here;
     simt_launch *l = b->launch;
     uint64_t moves = __atomic_load_n(&l->moves, __ATOMIC_SEQ_CST);
-    unsigned pauses = b->pauses, i;
+    unsigned pauses = b->pauses;
     simt_mark(file, line);
     simt_fiber_now->what = "a pause";
     if (pauses == 0 || moves != b->moves) {
@@ -446,17 +540,10 @@ SIMT_QUIET __attribute__((noinline)) inline void simt_pause(const char *file, in
     b->pauses = pauses + 1;
     if (b->pauses > b->count + 1) simt_land_load(b);
     /* every thread that can run has had its turn, several times: a random order may pass over one */
-    if (b->pauses > 64 * (b->count + 1)) {
-        __atomic_store_n(&l->stuck[b->worker], moves + 1, __ATOMIC_SEQ_CST);
-        for (i = 0; i < l->workers; ++i) {
-            uint64_t at = __atomic_load_n(&l->stuck[i], __ATOMIC_SEQ_CST);
-            if (at != moves + 1 && at != UINT64_MAX) break;
-        }
-        if (i == l->workers && __atomic_load_n(&l->moves, __ATOMIC_SEQ_CST) == moves)
-            simt_deadlock(b, "every running block waits for one that has not started, or for nothing");
-        sched_yield();
-    }
-    simt_pass_turn(l, b->worker, 0);
+    if (b->pauses <= 64 * (b->count + 1))
+        simt_pass_turn(l, b->worker, 0);
+    else if (!simt_pass_time(b, moves))
+        simt_deadlock(b, "every running block waits for one that has not started, or for nothing");
     simt_make_ready(b, simt_fiber_now->number);
     simt_yield(b);
 }
@@ -604,6 +691,7 @@ SIMT_QUIET inline void simt_run_block(simt_block *b, uint64_t number)
     b->number = (unsigned)number;
     b->random = (uint64_t)simt_seed * 0x9e3779b97f4a7c15u + number;
     b->first = b->count = b->done = b->at_barrier = b->pauses = 0;
+    b->due = UINT64_MAX;
     memset(b->meeting, 0, sizeof b->meeting);
     simt_lay_out_shared(b, l->shape.shared);
     simt_race_block(b);
@@ -616,6 +704,7 @@ SIMT_QUIET inline void simt_run_block(simt_block *b, uint64_t number)
     simt_fiber_now = &b->fiber[t];
     simt_switch(b, NULL, simt_fiber_now);
     simt_fiber_now = NULL;
+    if (__atomic_load_n(&l->trapped, __ATOMIC_SEQ_CST)) return; /* what was on its way stays there */
     simt_hopper_end(b);
     simt_check_rims(b);
 }
@@ -703,7 +792,8 @@ SIMT_QUIET inline void simt_work(simt_launch *l, unsigned worker)
     simt_make_stacks(b, b->threads);
     simt_race_enter(b);
     simt_here = b;
-    while ((i = __atomic_fetch_add(&l->next, 1, __ATOMIC_SEQ_CST)) < l->blocks) {
+    while (!__atomic_load_n(&l->trapped, __ATOMIC_SEQ_CST) &&
+           (i = __atomic_fetch_add(&l->next, 1, __ATOMIC_SEQ_CST)) < l->blocks) {
         simt_run_block(b, (l->offset + i * l->step) % l->blocks);
         __atomic_fetch_add(&l->moves, 1, __ATOMIC_SEQ_CST);
         simt_pass_turn(l, worker, 0);
@@ -738,8 +828,9 @@ SIMT_QUIET inline uint64_t simt_common_divisor(uint64_t a, uint64_t b)
     return a;
 }
 
-/* kernel(args) once a thread of every block. The caller's OS thread works too. */
-SIMT_QUIET inline void simt_run_raw(const simt_shape &shape, void (*kernel)(void *), void *args)
+/* kernel(args) once a thread of every block. The caller's OS thread works too. Returns whether it came to its end: 0 for
+ * a trap. */
+SIMT_QUIET inline int simt_run_raw(const simt_shape &shape, void (*kernel)(void *), void *args)
 {
     static long threads = simt_env("SIMT_THREADS", 0);
     long workers = threads;
@@ -780,6 +871,7 @@ SIMT_QUIET inline void simt_run_raw(const simt_shape &shape, void (*kernel)(void
     pthread_mutex_destroy(&l.lock);
     pthread_cond_destroy(&l.passed);
     simt_race_end(&l);
+    return !l.trapped;
 }
 
 template <class F> void simt_call(void *f)
@@ -787,9 +879,9 @@ template <class F> void simt_call(void *f)
     (*(F *)f)();
 }
 
-template <class F> SIMT_QUIET void simt_run(const simt_shape &shape, F &&f)
+template <class F> SIMT_QUIET int simt_run(const simt_shape &shape, F &&f)
 {
-    simt_run_raw(shape, simt_call<typename std::remove_reference<F>::type>, &f);
+    return simt_run_raw(shape, simt_call<typename std::remove_reference<F>::type>, &f);
 }
 
 #endif

@@ -145,6 +145,7 @@ SIMT_QUIET inline void simt_wake(simt_block *b, const void *what, unsigned sync)
     for (t = 0; t < b->threads; ++t)
         if (b->fiber[t].state == SIMT_WAITING && b->fiber[t].waits_for == what) {
             b->fiber[t].waits_for = NULL;
+            b->fiber[t].until = 0;
             simt_race_acquire(&b->fiber[t], sync);
             simt_make_ready(b, t);
         }
@@ -222,6 +223,36 @@ SIMT_QUIET inline void simt_mbarrier_wait(uint32_t address, uint32_t parity, con
     }
     simt_fiber_now->waits_for = m;
     simt_wait(simt_here, "mbarrier.try_wait");
+}
+
+/* The same for a while; whether it has ended. `ns` is a hint: here the wait lasts ten times as long. */
+SIMT_QUIET inline int simt_mbarrier_wait_for(uint32_t address, uint32_t parity, uint32_t ns, const char *file,
+                                             int line, const void *code)
+{
+    const unsigned i = simt_mbarrier_at(address, "mbarrier.try_wait");
+    simt_block *b = simt_here;
+    simt_fiber *me = simt_fiber_now;
+    simt_mbarrier *m = &b->hopper->barrier[i];
+    simt_mark(file, line);
+    simt_race_own(simt_shared_at(address, 8, "mbarrier.try_wait"), 8, SIMT_READ, code);
+    if ((m->phase & 1) == (parity & 1)) {
+        me->waits_for = m;
+        me->until = simt_clock() + (uint64_t)ns * 10 + 1;
+        if (me->until < b->due) b->due = me->until;
+        simt_wait(b, "mbarrier.try_wait");
+        if ((m->phase & 1) == (parity & 1)) return 0;
+    }
+    simt_race_acquire(me, 2 * i + 1);
+    return 1;
+}
+
+/* As a device has it, as far as that is known: upipe_cuda_watch.h. */
+SIMT_QUIET inline uint64_t simt_mbarrier_word(uint32_t address, const void *code)
+{
+    const simt_mbarrier *m = &simt_here->hopper->barrier[simt_mbarrier_at(address, "the word of a barrier")];
+    simt_race_own(simt_shared_at(address, 8, "the word of a barrier"), 8, SIMT_READ, code);
+    return (uint64_t)(m->phase & 1) << 63 | (-(uint64_t)m->pending & 0xfffff) << 43 |
+           ((uint64_t)m->bytes & 0x3fffff) << 21 | (-(uint64_t)m->count & 0xfffff) << 1;
 }
 
 /* Whether it has. The one who asks gets to it early or late: every other time the block's other threads go first, as far

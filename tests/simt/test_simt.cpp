@@ -651,6 +651,55 @@ static void test_mbarriers(void)
     MUST_FIND("more arrivals than the count", run_ring<NO_EMPTY_WAIT>());
 }
 
+/* ---- time ---- */
+
+enum { NO_BARRIER_THERE = 1, TRAP };
+
+/* A thread waits for a while, in vain, and then arrives; the other blocks wait for it all the time. */
+template <int BUG> UPI_HOPPER_KERNEL(64) void wait_a_while(int *turn, uint64_t *out)
+{
+    UPI_SHARED(uint64_t, barrier);
+    const uint32_t at = upi_shared_address(barrier), since = upi_clock();
+    if (threadIdx.x == 0) upi_mbarrier_init(at, 1);
+    upi_mbarrier_fence();
+    __syncthreads();
+    if (blockIdx.x > 0) {
+        while (upi_load_acquire(turn) == 0) upi_pause();
+    } else if (threadIdx.x == 32) {
+        out[0] = upi_mbarrier_word(at);
+        out[1] = (uint64_t)upi_mbarrier_wait_for(at + (BUG == NO_BARRIER_THERE ? 8 : 0), 0, 1000);
+        out[2] = upi_clock() - since;
+        if (BUG == TRAP) upi_trap();
+        upi_mbarrier_arrive(at);
+        upi_add_release(turn, 1);
+    } else if (threadIdx.x == 0) {
+        upi_mbarrier_wait(at, 0);
+        out[3] = (uint64_t)upi_mbarrier_wait_for(at, 0, 1000);
+        out[4] = upi_mbarrier_word(at);
+    }
+}
+
+template <int BUG> static int run_wait(uint64_t *out)
+{
+    const simt_shape shape = {{3, 1, 1}, {64, 1, 1}, 16, 3};
+    int turn = 0;
+    memset(out, 0xff, 5 * sizeof *out);
+    return simt_run(shape, [&] { wait_a_while<BUG>(&turn, out); });
+}
+
+static void test_time(void)
+{
+    in_many_orders([] {
+        uint64_t out[5];
+        CHECK_INT(run_wait<0>(out), 1);
+        CHECK(out[0] == 0x7ffff800001ffffe && out[4] == 0xfffff800001ffffe);
+        CHECK(out[1] == 0 && out[2] >= 1000 && out[3] == 1);
+        CHECK_INT(run_wait<TRAP>(out), 0);
+        CHECK(out[2] >= 1000 && out[3] == UINT64_MAX);
+    });
+    MUST_FIND("no mbarrier at shared byte 8", run_wait<NO_BARRIER_THERE>(std::vector<uint64_t>(5).data()));
+}
+
 /* ---- tensor maps: loads and stores of boxes ---- */
 
 enum { ODD_TILE = 1, NO_STORE_FENCE, NO_READ_WAIT, OVER_SOURCE, NO_BARRIER_BEFORE_STORE };
@@ -1181,6 +1230,7 @@ int main(void)
     test_shared_races();
     test_between_blocks();
     test_mbarriers();
+    test_time();
     test_boxes();
     test_bulk_sums();
     test_box_sums();

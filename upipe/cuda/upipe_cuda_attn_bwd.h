@@ -496,8 +496,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         /* One thread asks for the turn, while the others multiply; another gives it on. Barriers between make the
          * acquire of the one, and the release of the other, stand for all. */
         if (threadIdx.x == 32 && !upi_cuda_attn_bwd_is_first<shape, MASKED>(g, m, now))
-            for (int tries = 0; upi_load_acquire(upi_cuda_attn_bwd_turn(g, h, m)) != now; upi_pause())
-                UPI_WATCH(tries, "the turn at tile", (uint32_t)m, (uint32_t)now);
+            while (upi_load_acquire(upi_cuda_attn_bwd_turn(g, h, m)) != now) upi_pause();
         if (next_h < last_head) upi_cuda_attn_bwd_stats<shape>(g, next_h, next_m, stats);
         if (SHARES > 1) upi_cuda_attn_bwd_times_shared<shape, OUT>(dk, dv, base, at_q, at_dout);
         if (shape::DOUT_SLOTS == 1) {

@@ -23,13 +23,14 @@
  * queries stores, the others add when it is their turn, as upipe_cuda_attn_bwd.h says, and for the same
  * reasons without deadlock and with the same bits under any schedule. A second kernel makes bf16 of the sums;
  * nobody adds to tiles that see no key, and they become zeros there. With merge all add to dq, and that is
- * all. (TMA adds flush numbers below 2^-126 to zero.)
+ * all. (TMA adds flush numbers below 2^-126 to zero.) One watches the barriers, where the host asks for it
+ * (upipe_cuda_attn_watch.h).
  */
 #ifndef UPIPE_CUDA_ATTN_BWD90_H
 #define UPIPE_CUDA_ATTN_BWD90_H
 
 #include "upipe_cuda_attn_tile.h"
-#include "upipe_cuda_hopper.h"
+#include "upipe_cuda_attn_watch.h"
 
 /* How the consumers divide a tile: by keys, or by queries and columns. */
 template <int BY_KEYS> struct upi_cuda_bwd90_division {
@@ -64,7 +65,7 @@ template <int D> struct upi_cuda_bwd90_shape {
         AT_DQ = AT_P + P,
         AT_LSE = AT_DQ + DQ_SLOTS * CONSUMERS * DQ, /* two slots of lse and delta */
         AT_BARRIERS = AT_LSE + 4 * ROWS * 4,
-        AT_TICKET = AT_BARRIERS + 13 * 8,
+        AT_TICKET = AT_BARRIERS + 14 * 8,
         AT_EXACT = AT_TICKET + 4, /* two slots of a flag */
         SHARED = AT_EXACT + 12
     };
@@ -74,10 +75,11 @@ template <int D> struct upi_cuda_bwd90_shape {
 typedef struct upi_cuda_bwd90_args {
     upi_tensor_map q, k, v, dout, dq; /* dq: the sums, or dq with merge */
     upi_cuda_attn_bwd_args g;
+    void *watch; /* upipe_cuda.watch */
 } upi_cuda_bwd90_args;
 
 /* Barriers, as they lie behind the tiles: two of each, of the slots; one of others. Where dO or dQ has one
- * slot, only the first is used. */
+ * slot, only the first is used. Their names are in upi_cuda_watch_name. */
 enum {
     UPI_BWD90_Q_FULL = 0,   /* Q, lse and delta */
     UPI_BWD90_Q_EMPTY = 16, /* and dO, whose products end earlier, where it has two slots */
@@ -86,7 +88,8 @@ enum {
     UPI_BWD90_V_FULL = 56,
     UPI_BWD90_DQ_FULL = 64,
     UPI_BWD90_DQ_EMPTY = 80,
-    UPI_BWD90_DOUT_EMPTY = 96 /* of the one slot */
+    UPI_BWD90_DOUT_EMPTY = 96, /* of the one slot */
+    UPI_BWD90_DONE = 104       /* the last sum of dQ is in memory: nobody waits for anybody any more */
 };
 
 /* What a block works on. */
@@ -276,10 +279,7 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
             upi_cuda_bwd90_pass_on<D>(bars, t.n - 1, before, add);
             before = NULL;
         }
-        for (int tries = 0; !mine; mine = upi_load_acquire(turn) == b.block) {
-            UPI_WATCH(tries, "the turn at tile", (uint32_t)t.m, (uint32_t)b.block);
-            upi_pause();
-        }
+        for (; !mine; mine = upi_load_acquire(turn) == b.block) upi_pause();
         upi_fence_async_global();
         UPI_CUDA_ATTN_TURNS(1)
         for (int round = 0; round < shape::ROUNDS; ++round) {
@@ -311,6 +311,7 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
     }
     upi_bulk_wait<0>(); /* the last sum */
     upi_cuda_bwd90_pass_on<D>(bars, b.count - 1, before, add);
+    upi_mbarrier_arrive(bars + UPI_BWD90_DONE);
 }
 
 /* ---- consumers ---- */
@@ -702,6 +703,7 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
         upi_mbarrier_init(bars + UPI_BWD90_K_FULL, 1);
         upi_mbarrier_init(bars + UPI_BWD90_V_FULL, 1);
         upi_mbarrier_init(bars + UPI_BWD90_DOUT_EMPTY, shape::CONSUMERS * 4);
+        upi_mbarrier_init(bars + UPI_BWD90_DONE, 1);
         upi_mbarrier_fence();
         *ticket = atomicAdd(x.g.turns, 1);
     }
@@ -713,6 +715,9 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
     if (b.count <= 0) return;
     if (warp < 4) {
         upi_registers_less<shape::HELPER_REGISTERS>();
+        if (warp == 3 && x.watch != NULL)
+            upi_cuda_attn_watch<D, shape::KEYS, 1, UPI_BWD90_DONE / 8>(x.watch, *ticket,
+                                                                       b.base + shape::AT_BARRIERS);
         if (threadIdx.x == 0) upi_cuda_bwd90_produce<D>(x, b);
         if (warp == 1) upi_cuda_bwd90_stats<D>(x.g, b, shared);
         if (threadIdx.x == 64) upi_cuda_bwd90_sum<D>(x, b);
@@ -786,6 +791,7 @@ UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad
     upi_cuda_bwd90_args x;
     memset(&x, 0, sizeof x);
     x.g = *g;
+    x.watch = ((const upipe_cuda *)c->ops->self)->watch;
     x.g.tiles = (int)((a->q.n + shape::ROWS - 1) / shape::ROWS); /* no more than scratch has turns for */
     x.g.blocks = (int)upi_cuda_attn_key_blocks(a->k.n, shape::KEYS);
     sums.data = g->dq_sum;

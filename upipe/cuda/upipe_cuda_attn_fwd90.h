@@ -14,13 +14,14 @@
  * computes weights while the other one's products run. Tiles come last to first: those that a causal mask
  * cuts come at the beginning.
  *
- * Barriers: `full` of a slot ends its phase when the bytes are there, `empty` when every consumer is through.
+ * Barriers: `full` of a slot ends its phase when the bytes are there, `empty` when every consumer is through. The last
+ * warp of the loader's warpgroup watches them, where the host asks for it (upipe_cuda_attn_watch.h).
  */
 #ifndef UPIPE_CUDA_ATTN_FWD90_H
 #define UPIPE_CUDA_ATTN_FWD90_H
 
 #include "upipe_cuda_attn_tile.h"
-#include "upipe_cuda_hopper.h"
+#include "upipe_cuda_attn_watch.h"
 
 template <int D, int KEYS> struct upi_cuda_fwd90_shape {
     enum {
@@ -39,7 +40,7 @@ template <int D, int KEYS> struct upi_cuda_fwd90_shape {
         O_APART = 2 * Q + 2 * SLOTS * TILE + 128 <= 227 * 1024, /* else o takes the place of Q */
         AT_O = O_APART ? AT_V + SLOTS * TILE : 0,
         AT_BARRIERS = AT_V + SLOTS * TILE + (O_APART ? Q : 0),
-        SHARED = AT_BARRIERS + 8 * (2 + 4 * SLOTS)
+        SHARED = AT_BARRIERS + 8 * (3 + 4 * SLOTS)
     };
 };
 
@@ -52,6 +53,7 @@ typedef struct upi_cuda_fwd90_args {
     int section;      /* heads whose keys and values share the cache: all of their items come before others */
     int rounds, more; /* in which the items of a section are dealt, and the items of a short last one */
     const int *order; /* [blocks]: the longest first; NULL: the last first */
+    void *watch;      /* upipe_cuda.watch */
 } upi_cuda_fwd90_args;
 
 typedef struct upi_cuda_fwd90_item {
@@ -128,14 +130,16 @@ void upi_cuda_fwd90_order_kernel(const upi_cuda_attn_args a, int *order, int blo
     if (mine < blocks) order[place] = mine;
 }
 
-/* Barriers, as they lie behind the tiles: two of each, of the slots; of Q, full and empty. */
+/* Barriers, as they lie behind the tiles: two of each, of the slots; of Q, full and empty; and the watch's. Their names
+ * are in upi_cuda_watch_name. */
 enum {
     UPI_FWD90_K_FULL = 0,
     UPI_FWD90_K_EMPTY = 16,
     UPI_FWD90_V_FULL = 32,
     UPI_FWD90_V_EMPTY = 48,
     UPI_FWD90_Q_FULL = 64,
-    UPI_FWD90_Q_EMPTY = 72
+    UPI_FWD90_Q_EMPTY = 72,
+    UPI_FWD90_DONE = 80 /* the consumers are through with all items */
 };
 
 /* The barrier of the slot that has tile number i, counted from the start of the kernel; and the parity of the
@@ -487,7 +491,10 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
             upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
     }
     if (shape::IN_TURN && group == 0) upi_barrier_sync(my_turn, 256); /* the turn that nobody took */
-    if (leads) upi_bulk_wait_read<0>();
+    if (leads) {
+        upi_bulk_wait_read<0>();
+        upi_mbarrier_arrive(bars + UPI_FWD90_DONE);
+    }
 }
 
 /* ---- the kernel ---- */
@@ -511,12 +518,15 @@ void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
         }
         upi_mbarrier_init(bars + UPI_FWD90_Q_FULL, 1);
         upi_mbarrier_init(bars + UPI_FWD90_Q_EMPTY, shape::CONSUMERS * 4);
+        upi_mbarrier_init(bars + UPI_FWD90_DONE, shape::CONSUMERS);
         upi_mbarrier_fence();
     }
     __syncthreads();
     if (group == 0) {
         upi_registers_less<shape::LOADER_REGISTERS>();
         if (threadIdx.x == 0) upi_cuda_fwd90_produce<D, KEYS>(g, base);
+        if (threadIdx.x >= 96 && g.watch != NULL)
+            upi_cuda_attn_watch<D, KEYS, 0, UPI_FWD90_DONE / 8>(g.watch, (int)blockIdx.x, bars);
     } else {
         upi_registers_more<shape::REGISTERS>();
         upi_cuda_fwd90_consume<D, KEYS>(g, base, group - 1);
@@ -604,6 +614,7 @@ UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *cal
     UPIPE_TRY(upi_tensor_map_make(c, &g.v, call->v, KEYS));
     if (!a->merge && !a->wide) UPIPE_TRY(upi_tensor_map_make(c, &g.o, call->o, 64));
     g.a = *a;
+    g.watch = self->watch;
     grid = upi_cuda_fwd90_deal<D, KEYS>(&g, self->processors - self->margin);
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_fwd90_kernel<D, KEYS>), shape::SHARED));
     if (a->runs != NULL) UPIPE_TRY(upi_cuda_attn_query_runs(c, call, (upi_cuda_attn_run *)call->work));

@@ -21,10 +21,11 @@
 
 enum {
     UPIPE_CUDA_SCRATCH = 4 << 20, /* bytes of device memory that a upipe_cuda holds, for sums over a tensor */
-    UPIPE_CUDA_CHOICE = 160       /* bytes of a sentence about kernels */
+    UPIPE_CUDA_CHOICE = 160,      /* bytes of a sentence about kernels */
+    UPIPE_CUDA_WATCH = 64 << 10   /* bytes of what upipe_cuda_watch.h reads */
 };
 
-/* Constant after init, but for `margin` and `choice`, which are the host's. */
+/* Constant after init, but for `margin`, `choice` and `watch`, which are the host's. */
 typedef struct upipe_cuda {
     cublasHandle_t blas; /* the host's */
     void *scratch;       /* device memory, UPIPE_CUDA_SCRATCH bytes */
@@ -36,6 +37,8 @@ typedef struct upipe_cuda {
                         stream; attention loses as large a part of its rate. 0 to processors - 1; no bit changes */
     char *choice; /* NULL, or the host's UPIPE_CUDA_CHOICE bytes: every attention call writes there which
                         kernels it takes, and why not those for 9.0 */
+    void *watch;  /* NULL, or the host's UPIPE_CUDA_WATCH bytes of pinned memory, zeros: attention on 9.0 that
+                        hangs ends, and says there what it waits for (upipe_cuda_watch.h). No bit changes */
 } upipe_cuda;
 
 /* The runtime's own text behind the call's name. `what` is the call as written, or "launch of" a kernel. */

@@ -115,7 +115,6 @@ UPI_DEVICE void upi_mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes)
                  : "memory");
 }
 
-#ifndef UPIPE_CUDA_WATCHDOG
 /* Returns when the phase of this parity has ended; phases count from 0, so 1 returns at once at first. */
 UPI_DEVICE void upi_mbarrier_wait(uint32_t barrier, uint32_t parity)
 {
@@ -128,7 +127,29 @@ UPI_DEVICE void upi_mbarrier_wait(uint32_t barrier, uint32_t parity)
                  "r"(parity)
                  : "memory");
 }
-#endif
+
+/* Waits for that for `ns` nanoseconds, as far as the device takes the hint; whether the phase has ended. */
+UPI_DEVICE int upi_mbarrier_wait_for(uint32_t barrier, uint32_t parity, uint32_t ns)
+{
+    int ended;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\n"
+                 "selp.s32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(ended)
+                 : "r"(barrier), "r"(parity), "r"(ns)
+                 : "memory");
+    return ended;
+}
+
+/* The barrier's eight bytes, to compare and to look at: upipe_cuda_watch.h. */
+UPI_DEVICE uint64_t upi_mbarrier_word(uint32_t barrier)
+{
+    uint64_t word;
+    asm volatile("ld.volatile.shared.b64 %0, [%1];" : "=l"(word) : "r"(barrier) : "memory");
+    return word;
+}
 
 /* Whether the phase of this parity has ended, which then shows what upi_mbarrier_wait would. */
 UPI_DEVICE int upi_mbarrier_test(uint32_t barrier, uint32_t parity)
@@ -272,14 +293,6 @@ template <int N> UPI_DEVICE void upi_registers_more(void)
 #endif
 
 #include "upipe_cuda_wgmma.h"
-
-#ifdef UPIPE_CUDA_WATCHDOG
-UPI_DEVICE void upi_mbarrier_wait(uint32_t barrier, uint32_t parity)
-{
-    for (int tries = 0; !upi_mbarrier_test(barrier, parity);)
-        UPI_WATCH(tries, "the barrier at shared byte", barrier, parity);
-}
-#endif
 
 /* ---- operands of wgmma in shared memory ---- */
 

@@ -2,8 +2,8 @@
  *                                                                                          backend cuda
  *
  * Kernels are written against these few names and the CUDA built-ins __syncthreads, __syncwarp,
- * __shfl_xor_sync, __shfl_sync, threadIdx, blockIdx, blockDim, gridDim, atomicAdd, __threadfence. So the same
- * source runs on a device and, where UPIPE_CUDA_SEAMS names another header that defines them, anywhere
+ * __shfl_xor_sync, __shfl_sync, threadIdx, blockIdx, blockDim, gridDim, atomicAdd, __threadfence,
+ * __threadfence_system. So the same source runs on a device and, where UPIPE_CUDA_SEAMS names another header that defines them, anywhere
  * else: the tests run it on CPU fibers.
  *
  *     UPI_KERNEL(256, 1) void upi_scale(upi_bf16 *x, float f, int64_t n) { ... }
@@ -180,27 +180,20 @@ UPI_DEVICE void upi_pause(void)
     __nanosleep(20);
 }
 
-#ifdef UPIPE_CUDA_WATCHDOG
-#include <cstdio>
-
-UPI_DEVICE void upi_hang(const char *what, uint32_t which, uint32_t value)
+/* Nanoseconds, modulo 2^32, of a clock that goes on while the block is put aside. */
+UPI_DEVICE uint32_t upi_clock(void)
 {
-    printf("upipe: block %u,%u,%u, warpgroup %u, thread %u waits in vain for %s %u, value %u\n", blockIdx.x,
-           blockIdx.y, blockIdx.z, threadIdx.x / 128, threadIdx.x, what, which, value);
+    uint32_t now;
+    asm volatile("mov.u32 %0, %globaltimer_lo;" : "=r"(now));
+    return now;
+}
+
+/* Ends all blocks, and the context: the launch has failed. */
+UPI_DEVICE void upi_trap(void)
+{
     __trap();
 }
-#endif
 
-#endif
-
-/* Inside every loop that waits for other threads; `tries` is the loop's own int, 0 before it. Where the unit is
- * compiled with -DUPIPE_CUDA_WATCHDOG=N, N turns in vain end the kernel with a line that says who waited for what: a
- * hang of a kernel that has met no such device yet becomes a sentence. */
-#ifdef UPIPE_CUDA_WATCHDOG
-#define UPI_WATCH(tries, what, which, value) \
-    (++(tries) < UPIPE_CUDA_WATCHDOG ? (void)0 : upi_hang(what, which, value))
-#else
-#define UPI_WATCH(tries, what, which, value) ((void)(tries))
 #endif
 
 /* For loops whose length is known at run time alone, or too long to unroll whole. */

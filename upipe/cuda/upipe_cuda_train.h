@@ -297,12 +297,10 @@ template <int TYPES> UPI_KERNEL(256, UPI_ENTROPY_BLOCKS) void upi_cross_entropy_
         float *sums = g.sums + i * g.pieces * 2;
         const int goes_on = to != NULL || piece == 0;
         if (threadIdx.x == 0) {
-            int tries = 0;
             sums[2 * piece] = top;
             sums[2 * piece + 1] = others;
             upi_add_release(g.arrived + 1 + i, 1);
-            for (; goes_on && upi_load_acquire(g.arrived + 1 + i) != g.pieces; upi_pause())
-                UPI_WATCH(tries, "the sums of row", (uint32_t)i, (uint32_t)piece);
+            while (goes_on && upi_load_acquire(g.arrived + 1 + i) != g.pieces) upi_pause();
         }
         __syncthreads();
         if (!goes_on) return;
