@@ -3,10 +3,10 @@
  *     gpu device                                              name, driver, memory
  *     gpu roofline [--tokens N]                               copy bandwidth, rate of a bf16 product of N^3
  *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu-seqlens N] [--heads N] [--kv-heads N]
- *                   [--kernels NAME]                          each contestant's rate, or why there is none
+ *                   [--kernels NAME] [--avoid NAME]           each contestant's rate, or why there is none
  *     gpu transfer --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
- *               [--layers N] [--overlap] [--transport NAME]
+ *               [--layers N] [--overlap] [--transport NAME] [--avoid NAME]
  *
  * Seconds are the median of runs after a warm-up. roofline and attention: between events on the stream. transfer
  * and block: by the host's clock, from a barrier until the rank's work is complete on the device; of a run, the
@@ -55,6 +55,8 @@ static const flag_row flag_rows[] = {
      "attention over so many packed sequences (cu_seqlens) of one length"},
     {"kernels", "all|upipe|upipe_80|cudnn|cudnn_deterministic", 1, "", FLAG_CHOICE, AT(kernels), 0, 0, "all", 0,
      "whose attention: one that fails may take the others with it"},
+    {"avoid", "none|fwd90|bwd90|both", 1, "", FLAG_CHOICE, AT(avoid), 0, 0, "none", 0,
+     "kernels for 9.0 of upipe's attention that those for 8.0 stand in for"},
     {"overlap", NULL, 1, "", FLAG_SWITCH, AT(overlap), 0, 1, NULL, 0,
      "stages of the block overlap, on a second stream a rank"},
     {"transport", "threads|peer", 1, "", FLAG_CHOICE, AT(peer), 0, 0, "threads", 0,
@@ -261,7 +263,10 @@ static upipe_status team_open(team *t, const options *o, upipe_err *e)
     UPIPE_TRY(upipe_threads_init(&t->threads, o->ranks, 120, e));
     UPIPE_TRY(device_host_buf(&t->peer_buf, upipe_peer_bytes(o->ranks), e));
     memset(t->peer_buf, 0, upipe_peer_bytes(o->ranks));
-    for (r = 0; r < o->ranks; ++r) UPIPE_TRY(device_open(&t->devices[r], DEVICE_CUDA, e));
+    for (r = 0; r < o->ranks; ++r) {
+        UPIPE_TRY(device_open(&t->devices[r], DEVICE_CUDA, e));
+        device_avoid(&t->devices[r], o->avoid);
+    }
     return UPIPE_OK;
 }
 

@@ -141,8 +141,8 @@ static const char *const contestants[CONTESTANTS] = {"upipe", "upipe_80", "cudnn
 typedef struct contest {
     const options *o;
     upipe_attn_grad g;
-    upipe_cuda *cuda; /* of the table: what it takes the device for decides which kernels it launches */
-    int who, capability;
+    upipe_cuda *cuda; /* of the table */
+    int who;
 #ifdef WITH_CUDNN
     gpu_cudnn *cudnn;
 #endif
@@ -204,8 +204,8 @@ static upipe_status check_contest(upipe_ctx *c, contest *x, double *worst)
 static upipe_status contest_open(upipe_ctx *c, contest *x)
 {
     const int theirs = x->who == CUDNN || x->who == CUDNN_SAME_BITS;
-    if (x->who == OURS_80 && x->capability == 80) return UPIPE_ERR_ARG;
-    x->cuda->capability = x->who == OURS_80 ? 80 : x->capability;
+    if (x->who == OURS_80 && x->cuda->capability / 10 != 9) return UPIPE_ERR_ARG;
+    x->cuda->avoid = x->who == OURS_80 ? UPIPE_CUDA_AVOID_FWD90 | UPIPE_CUDA_AVOID_BWD90 : x->o->avoid;
     if (!theirs) return UPIPE_OK;
 #ifdef WITH_CUDNN
     if (x->o->cu_seqlens > 0)
@@ -226,8 +226,9 @@ static void contest_close(contest *x)
 #ifdef WITH_CUDNN
     gpu_cudnn_close(x->cudnn);
     x->cudnn = NULL;
+#else
+    (void)x;
 #endif
-    x->cuda->capability = x->capability;
 }
 
 /* Prints the contestant's entry: its figures, or why there are none. The others come after it either way. */
@@ -283,7 +284,7 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     size_t work[2];
     int i, printed = 0;
     memset(&x, 0, sizeof x);
-    x.o = o, x.cuda = cuda, x.capability = cuda->capability;
+    x.o = o, x.cuda = cuda;
     for (i = 0; i < 4; ++i) UPIPE_TRY(buf(c, &p[i], n, UPIPE_BF16));    /* q o go dq */
     for (i = 4; i < 6; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_BF16));    /* k v */
     for (i = 6; i < 8; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_F32));     /* dk dv */
