@@ -3,11 +3,11 @@
  *     gpu device                                              name, driver, memory
  *     gpu roofline [--tokens N]                               copy bandwidth, rate of a bf16 product of N^3
  *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu-seqlens N] [--heads N] [--kv-heads N]
- *                   [--kernels NAME] [--margin N]             each contestant's rate, or why there is none
+ *                   [--kernels NAME] [--avoid NAME] [--margin N]   each contestant's rate, or why there is none
  *     gpu rows [--tokens N] [--model-dim N] [--head-dim N]    the kernels that are no attention, beside their bytes
  *     gpu transfer --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
- *               [--layers N] [--overlap] [--transport NAME]
+ *               [--layers N] [--overlap] [--transport NAME] [--avoid NAME]
  *
  * Seconds are the median of runs after a warm-up. roofline, attention and rows: between events on the stream; the
  * contestants of attention in turn, and `spread` is half of the distance between their quarters, over the median. transfer
@@ -60,6 +60,8 @@ static const flag_row flag_rows[] = {
     {"kernels", "all|upipe|upipe_80|cudnn|cudnn_deterministic", 1, "", FLAG_CHOICE, AT(kernels), 0, 0, "all", 0,
      "whose attention: one that fails may take the others with it"},
     {"margin", "N", 1, "", FLAG_INT, AT(margin), 0, 1024, "0", 0, "processors that attention on 9.0 leaves free"},
+    {"avoid", "none|fwd90|bwd90|both", 1, "", FLAG_CHOICE, AT(avoid), 0, 0, "none", 0,
+     "kernels for 9.0 of upipe's attention that those for 8.0 stand in for"},
     {"overlap", NULL, 1, "", FLAG_SWITCH, AT(overlap), 0, 1, NULL, 0,
      "stages of the block overlap, on a second stream a rank"},
     {"transport", "threads|peer", 1, "", FLAG_CHOICE, AT(peer), 0, 0, "threads", 0,
@@ -266,7 +268,10 @@ static upipe_status team_open(team *t, const options *o, upipe_err *e)
     UPIPE_TRY(upipe_threads_init(&t->threads, o->ranks, 120, e));
     UPIPE_TRY(device_host_buf(&t->peer_buf, upipe_peer_bytes(o->ranks), e));
     memset(t->peer_buf, 0, upipe_peer_bytes(o->ranks));
-    for (r = 0; r < o->ranks; ++r) UPIPE_TRY(device_open(&t->devices[r], DEVICE_CUDA, e));
+    for (r = 0; r < o->ranks; ++r) {
+        UPIPE_TRY(device_open(&t->devices[r], DEVICE_CUDA, e));
+        device_avoid(&t->devices[r], o->avoid);
+    }
     return UPIPE_OK;
 }
 

@@ -141,8 +141,8 @@ static const char *const contestants[CONTESTANTS] = {"upipe", "upipe_80", "cudnn
 typedef struct contest {
     const options *o;
     upipe_attn_grad g;
-    upipe_cuda *cuda; /* of the table: what it takes the device for decides which kernels it launches */
-    int who, capability;
+    upipe_cuda *cuda; /* of the table */
+    int who;
 #ifdef WITH_CUDNN
     gpu_cudnn *cudnn;
 #endif
@@ -204,7 +204,7 @@ static upipe_status check_contest(upipe_ctx *c, contest *x, double *worst)
 static upipe_status contest_open(upipe_ctx *c, contest *x)
 {
     const int theirs = x->who == CUDNN || x->who == CUDNN_SAME_BITS;
-    if (x->who == OURS_80 && x->capability == 80) return UPIPE_ERR_ARG;
+    if (x->who == OURS_80 && x->cuda->capability / 10 != 9) return UPIPE_ERR_ARG;
     if (!theirs) return UPIPE_OK;
 #ifdef WITH_CUDNN
     if (x->o->cu_seqlens > 0)
@@ -239,10 +239,10 @@ typedef struct turns {
     char chosen[2][UPIPE_CUDA_CHOICE];
 } turns;
 
-/* What the table takes the device for, while this contestant runs. */
+/* The kernels that the table takes while this contestant runs. */
 static void contest_use(const contest *x)
 {
-    x->cuda->capability = x->who == OURS_80 ? 80 : x->capability;
+    x->cuda->avoid = x->who == OURS_80 ? UPIPE_CUDA_AVOID_FWD90 | UPIPE_CUDA_AVOID_BWD90 : x->o->avoid;
 }
 
 static void contest_check(upipe_ctx *c, turns *t)
@@ -336,7 +336,7 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     static turns all[CONTESTANTS];
     memset(&x, 0, sizeof x);
     cuda->margin = o->margin;
-    x.o = o, x.cuda = cuda, x.capability = cuda->capability;
+    x.o = o, x.cuda = cuda;
     for (i = 0; i < 4; ++i) UPIPE_TRY(buf(c, &p[i], n, UPIPE_BF16));    /* q o go dq */
     for (i = 4; i < 6; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_BF16));    /* k v */
     for (i = 6; i < 8; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_F32));     /* dk dv */
@@ -393,7 +393,6 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
         if (i + 1 < count) printf(", ");
         contest_close(&all[i].x);
     }
-    cuda->capability = x.capability;
     puts("]}");
     for (i = 0; i <= 10; ++i)
         upipe_cuda_slab_free(p[i], NULL); /* a kernel that failed may have lost the device */

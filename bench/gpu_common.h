@@ -18,6 +18,7 @@ typedef struct options {
     int64_t window;
     int head_dim, heads, kv_heads, ranks, chunk, full, layers, cu_seqlens, overlap, peer, margin;
     int kernels; /* 0: all contestants */
+    int avoid;   /* UPIPE_CUDA_AVOID_... */
 } options;
 
 /* ---- time ---- */

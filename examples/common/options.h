@@ -56,7 +56,7 @@ typedef struct options {
     method_list methods;     /* of compare */
     const char *method_name; /* of upipe-plan, whose --as has other methods */
     int ring_mode;           /* upipe_ring_mode */
-    int replicas, device, dtype, transport, node_ranks;
+    int replicas, device, avoid, dtype, transport, node_ranks;
     double deadline; /* seconds that a rank waits for the others */
 
     int layers, heads, kv_heads, head_dim, v_dim, untied, qk_norm, attention_bias;
@@ -269,6 +269,8 @@ static const flag_row flag_rows[] = {
      "storage of activations and weights"},
     {"device", "cpu|cuda", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_memory, FLAG_CHOICE, AT(device), 0, 0, "cpu", 0,
      "where the ranks compute; cuda: a GPU that a process's ranks share"},
+    {"avoid", "none|fwd90|bwd90|both", IN_TRAIN | IN_COMPARE, in_memory, FLAG_CHOICE, AT(avoid), 0, 0, "none", FLAG_TRAINING,
+     "kernels of attention for GPUs of capability 9.0, forward or backward, that those for 8.0 stand in for"},
     {"device", "cpu|cuda", IN_PLAN, in_memory, FLAG_CHOICE, AT(device), 0, 0, NULL, 0,
      "whose kernels' scratch is counted (cuda where the machine has GPUs)"},
     {"activations", "KIND", IN_TRAIN, in_memory, FLAG_ACTIVATIONS, AT(activations), 0, 0, "ac", 0,

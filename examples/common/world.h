@@ -239,6 +239,8 @@ static inline int world_refuses(const options *o)
 {
     const int started = launch_processes();
     if (!o->plan && device_flag_built("device", o->device) != 0) return 1 + EXIT_USAGE;
+    if (o->avoid != 0 && o->device == DEVICE_CPU)
+        return cli_refuse("--avoid would have no effect with --device cpu");
     if (world_lacks(o->transport) != NULL)
         return cli_refuse("--transport %s: %s", o->transport == WORLD_MPI ? "mpi" : "nccl",
                           world_lacks(o->transport));

@@ -407,6 +407,7 @@ static upipe_status method_rank_main(void *user, int r, upipe_err *why)
     memset(&c, 0, sizeof c);
     world_use(m->net, r, &c);
     s = device_open(&rank->d, m->o->device, &c.err);
+    device_avoid(&rank->d, m->o->avoid);
     device_use(&rank->d, &c);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
     if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);

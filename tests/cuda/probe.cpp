@@ -16,6 +16,7 @@
 #include "../lib/test.h"
 
 static upipe_ctx ctx;
+static uint64_t digest = UPIPE_HASH; /* of all that came back */
 
 /* An array on the device, and its numbers here. */
 template <class T> struct array {
@@ -39,6 +40,7 @@ template <class T> struct array {
     void get(void)
     {
         CHECK(cudaMemcpy(here, on, (size_t)n * sizeof(T), cudaMemcpyDeviceToHost) == cudaSuccess);
+        digest = upipe_hash_bytes(digest, here, (size_t)n * sizeof(T));
     }
 };
 
@@ -333,9 +335,12 @@ UPI_HOPPER_KERNEL(384) void relay(const int *in, int *out)
             x = slot[(int)s * 128 + t % 128];
             __syncwarp();
             if (t % 32 == 0) upi_mbarrier_arrive(free_ + s * 8);
-            if (group == 2) upi_barrier_sync(1, 256); /* group 1 writes first, group 2 adds */
+            /* group 1 writes first, group 2 adds; a second arrival before the first is waited for would count for it */
+            if (group == 1 && n > 0) upi_barrier_sync(2, 256);
+            if (group == 2) upi_barrier_sync(1, 256);
             out[n * 128 + t % 128] = group == 1 ? 2 * x : out[n * 128 + t % 128] + x;
             if (group == 1) upi_barrier_arrive(1, 256);
+            if (group == 2 && n + 1 < ROUNDS) upi_barrier_arrive(2, 256);
         }
     }
 #endif
@@ -457,5 +462,6 @@ int main(int argc, char **argv)
         fflush(stdout);
     }
     CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+    printf("digest %016llx\n", (unsigned long long)digest);
     return test_end("cuda_probe");
 }

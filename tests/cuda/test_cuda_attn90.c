@@ -186,6 +186,11 @@ static void test_left_to_others(void)
     dev.cuda.capability = 100; /* has other code for all this */
     check_chosen(&g, "kernels for 8.0, as the device is of another generation");
     dev.cuda.capability = 90;
+    dev.cuda.avoid = UPIPE_CUDA_AVOID_FWD90 | UPIPE_CUDA_AVOID_BWD90;
+    check_chosen(&g, "forward: kernels for 8.0, as the host avoids those for 9.0");
+    dev.cuda.avoid = UPIPE_CUDA_AVOID_BWD90; /* of the other direction */
+    check_chosen(&g, "forward: kernels for 9.0, tiles of 128 keys");
+    dev.cuda.avoid = 0;
     dev.cuda.choice = NULL; /* nobody asks */
     choice[0] = 0;
     check_chosen(&g, "");

@@ -38,7 +38,7 @@ static void look(const upipe_attn_grad *g)
 static void test_left_to_others(void)
 {
     const size_t bytes = 8 * 4 * 256 * 4, buf = 1 << 17;
-    char *block = (char *)device_new(&dev, bytes);
+    char *block = (char *)device_new(&dev, bytes), choice[UPIPE_CUDA_CHOICE] = "";
     void *work = device_new(&dev, buf);
     upipe_attn_grad g;
 #define LEFT(change, want)                            \
@@ -57,6 +57,12 @@ static void test_left_to_others(void)
     LEFT(g.a.k.n_stride = 0, 0);
     LEFT(g.dout.n_stride = 0, 0);
     LEFT(g.a.k.n = g.a.v.n = g.dk.n = g.dv.n = 0, 0);
+    LEFT(dev.cuda.avoid = UPIPE_CUDA_AVOID_FWD90, 1); /* of the other direction */
+    dev.cuda.choice = choice;
+    LEFT(dev.cuda.avoid = UPIPE_CUDA_AVOID_BWD90, 0);
+    CHECK_TEXT(choice, "backward: kernels for 8.0, as the host avoids those for 9.0");
+    dev.cuda.choice = NULL;
+    dev.cuda.avoid = 0;
     LEFT(dev.cuda.capability = 100, 0); /* has other code for all this */
 #undef LEFT
     dev.cuda.capability = 90;

@@ -100,6 +100,33 @@ def test_compare(_):
     ends(2, 'is cpu or cuda', 'compare', '--device', 'tpu')
 
 
+def test_avoid(_):
+    """Where kernels for 9.0 are avoided, numbers are those of 8.0, and a call says why."""
+    flags = '--tokens 600 --heads 2 --head-dim 64 --ranks 2 --method upipe --check on --dtype bf16 --device cuda --avoid'.split()
+    errors = {}
+    for capability, avoid in (80, 'none'), (90, 'none'), (90, 'fwd90'), (90, 'bwd90'), (90, 'both'):
+        got = numbers('compare', *flags, avoid, FAKE_CAPABILITY=capability)['methods'][0]
+        errors[capability, avoid] = got['err_out'], got['err_dx']
+    check(errors[90, 'both'] == errors[80, 'none'] != errors[90, 'none'], str(errors))
+    check(errors[90, 'fwd90'][0] == errors[80, 'none'][0] and errors[90, 'bwd90'][0] == errors[90, 'none'][0], str(errors))
+    check(len({dx for _, dx in errors.values()}) == 4, str(errors))
+    ends(2, '--avoid would have no effect with --device cpu', 'compare', '--avoid', 'both')
+    avoids = 'kernels for 8.0, as the host avoids those for 9.0'
+    for avoid in 'none', 'fwd90', 'both':
+        done = ends(0, '', 'gpu', *'attention --tokens 64 --head-dim 64 --heads 1 --avoid'.split(), avoid, FAKE_CAPABILITY=90)
+        ours, older = json.loads(done.stdout)['kernels']
+        seen = [avoids in ours[name + '_chosen'] for name in ('fwd', 'bwd')]
+        check(seen == [avoid in ('fwd90', 'both'), avoid == 'both'], f'{avoid}: {ours}')
+        check(all(avoids in older[name + '_chosen'] for name in ('fwd', 'bwd')), str(older))
+    if there('train'):
+        step = [*MODEL, '--model-dim', '128', '--heads', '2', '--tokens', '300', '--steps', '1', '--dtype', 'bf16', '--device', 'cuda', '--avoid']
+        losses = [numbers('train', *step, avoid, FAKE_CAPABILITY=capability)['loss']
+                  for capability, avoid in ((80, 'none'), (90, 'both'), (90, 'none'))]
+        check(losses[0] == losses[1] != losses[2], str(losses))
+        ends(2, '--avoid would have no effect with --device cpu', 'train', *MODEL, '--avoid', 'fwd90')
+        ends(2, '--plan trains nothing, so --avoid', 'train', '--plan', '--device', 'cuda', '--avoid', 'fwd90')
+
+
 def test_methods(_):
     """Every method, with every mask and stages that overlap: compare itself holds bytes to the plan."""
     every = [word for name in METHODS for word in ('--method', name)]
@@ -386,5 +413,5 @@ def test_bench(_):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_methods, test_train, test_linear, test_world, test_world_failures,
-                       test_world_compare, test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))
+    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_methods, test_train, test_linear, test_world,
+                       test_world_failures, test_world_compare, test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))

@@ -761,14 +761,15 @@ template <int D> UPIPE_API const char *upi_cuda_bwd90_missing(const upipe_cuda *
                         128 * (shape::HELPER_REGISTERS + shape::CONSUMERS * shape::REGISTERS)));
 }
 
-/* Why these kernels do not take the call: the device, the unit's code, or shapes that tensor maps cannot say;
- * NULL if they do. */
+/* Why these kernels do not take the call: the device, the host, the unit's code, or shapes that tensor maps cannot
+ * say; NULL if they do. */
 UPIPE_API const char *upi_cuda_bwd90_obstacle(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const upipe_attn *a = &g->a;
     const int columns = upi_cuda_attn_columns(a);
     if (self->capability / 10 != 9) return "the device is of another generation";
+    if (self->avoid & UPIPE_CUDA_AVOID_BWD90) return "the host avoids those for 9.0";
     if (!upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) ||
         !upi_tensor_map_fits(g->dout) || (a->merge && !upi_tensor_map_fits(g->dq)))
         return "no tensor map has these strides";

@@ -555,13 +555,14 @@ template <int D> UPIPE_API const char *upi_cuda_fwd90_missing_two(const upipe_cu
     return missing != NULL ? missing : upi_cuda_fwd90_missing<D, 176>(device);
 }
 
-/* Why these kernels do not take the call: the device, the unit's code, or shapes that tensor maps cannot say;
- * NULL if they do. */
+/* Why these kernels do not take the call: the device, the host, the unit's code, or shapes that tensor maps cannot
+ * say; NULL if they do. */
 UPIPE_API const char *upi_cuda_fwd90_obstacle(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     const int columns = upi_cuda_attn_columns(a), plain = !a->merge && a->o.dtype != UPIPE_F32;
     if (self->capability / 10 != 9) return "the device is of another generation";
+    if (self->avoid & UPIPE_CUDA_AVOID_FWD90) return "the host avoids those for 9.0";
     if (!upi_tensor_map_fits(a->q) || !upi_tensor_map_fits(a->k) || !upi_tensor_map_fits(a->v) ||
         (plain && !upi_tensor_map_fits(a->o)))
         return "no tensor map has these strides";

@@ -25,7 +25,9 @@ enum {
     UPIPE_CUDA_WATCH = 64 << 10   /* bytes of what upipe_cuda_watch.h reads */
 };
 
-/* Constant after init, but for `margin`, `choice` and `watch`, which are the host's. */
+enum { UPIPE_CUDA_AVOID_FWD90 = 1, UPIPE_CUDA_AVOID_BWD90 = 2 }; /* bits of upipe_cuda.avoid */
+
+/* Constant after init, but for `margin`, `avoid`, `choice` and `watch`, which are the host's. */
 typedef struct upipe_cuda {
     cublasHandle_t blas; /* the host's */
     void *scratch;       /* device memory, UPIPE_CUDA_SCRATCH bytes */
@@ -35,6 +37,8 @@ typedef struct upipe_cuda {
     int margin; /* multiprocessors that kernels leave free whose blocks stay for the whole call: the forward of
                         attention on 9.0. 0 after init: none. They serve other streams meanwhile, such as a side
                         stream; attention loses as large a part of its rate. 0 to processors - 1; no bit changes */
+    int avoid; /* UPIPE_CUDA_AVOID_..., 0 after init: a direction of attention that takes the kernels for 8.0 where it
+                        would take those for 9.0. Scratch stays the same */
     char *choice; /* NULL, or the host's UPIPE_CUDA_CHOICE bytes: every attention call writes there which
                         kernels it takes, and why not those for 9.0 */
     void *watch;  /* NULL, or the host's UPIPE_CUDA_WATCH bytes of pinned memory, zeros: attention on 9.0 that

@@ -11,6 +11,7 @@ static inline upipe_status run_allocate(const run *u, run_rank *k)
 {
     const memory_plan *p = &k->plan;
     UPIPE_TRY(pools_open(&k->p, &k->c, u->o.device, &u->o.how, p->need, p->host_need, p->blocks_max));
+    device_avoid(&k->p.d, u->o.avoid);
     if (u->o.zero_prefetch) UPIPE_TRY(side_stream_make(&k->ahead, &k->p.d, 1, &k->c.err));
     k->p.mem.clock = cli_clock;
     if (u->o.trace == NULL) return UPIPE_OK;
