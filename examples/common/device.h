@@ -177,6 +177,31 @@ static inline upipe_status device_close(device *d, upipe_err *e)
     return s;
 }
 
+/* Bytes of the device's memory that it holds beside slabs; a device that is not open holds none. */
+static inline size_t device_bytes(const device *d)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->workspace != NULL) return DEVICE_WORKSPACE + UPIPE_CUDA_SCRATCH;
+#endif
+    (void)d;
+    return 0;
+}
+
+/* device_left -- bytes that a device with memory of its own has free; 0 of the CPU. Needs no open device. */
+static inline upipe_status device_left(int kind, size_t *left, upipe_err *e)
+{
+    *left = 0;
+#ifdef UPIPE_WITH_CUDA
+    if (kind == DEVICE_CUDA) {
+        size_t total;
+        UPIPE_CUDA_TRY(e, cudaMemGetInfo(left, &total));
+    }
+#endif
+    (void)kind;
+    (void)e;
+    return UPIPE_OK;
+}
+
 static inline void device_use(device *d, upipe_ctx *c)
 {
     c->ops = &d->ops;

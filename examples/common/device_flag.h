@@ -15,18 +15,12 @@ static inline int device_flag_built(const char *flag, int kind)
 /* 0 if a device with memory of its own has so many bytes free; else -1, with the sentence printed. */
 static inline int device_has_buf(int kind, double bytes)
 {
-#ifdef UPIPE_WITH_CUDA
-    size_t left, total;
+    size_t left;
     upipe_err e;
-    if (kind == DEVICE_CUDA &&
-        upipe_cuda_check(&e, cudaMemGetInfo(&left, &total), "cudaMemGetInfo") != UPIPE_OK)
-        return cli_fail("%s", e.text);
+    if (device_left(kind, &left, &e) != UPIPE_OK) return cli_fail("%s", e.text);
     if (kind == DEVICE_CUDA && bytes > (double)left)
         return cli_fail("out of memory: %.1f GiB of the device are free, and the run takes %.1f GiB",
                         (double)left / (1 << 30), bytes / (1 << 30));
-#endif
-    (void)kind;
-    (void)bytes;
     return 0;
 }
 

@@ -197,6 +197,22 @@ def test_train(_):
         ends(1, '', 'train', *sharded, '--zero-prefetch', '--deadline', '5', starts='train: rank ', FAKE_FAIL=k)
 
 
+def test_train_driver(_):
+    """What the driver has given out at its most is the slabs of the plan and what each table holds beside them, to the byte."""
+    if not there('train'):
+        return
+    held = (32 + 4) << 20 # cuBLAS's workspace, and the scratch of the kernels
+    flags = [*MODEL[:MODEL.index('--steps')], '--dtype', 'bf16', '--device', 'cuda']
+    for tables, more in (1, ['--method', 'ulysses']), (1, ['--offload']), (3, ['--overlap', '--zero', '3', '--zero-prefetch']):
+        slabs = numbers('train', *flags, *more, '--plan')['all_ranks']['slab_bytes']
+        with tempfile.TemporaryDirectory() as folder:
+            out = os.path.join(folder, 'numbers.json')
+            said = ends(0, 'given out by the driver', 'train', *flags, '--steps', '2', '--sample', '0', *more, '--json', out).stdout
+            got = load(out)
+        want = slabs + 2 * tables * held
+        check((got['driver_peak_bytes'], got['driver_plan_bytes']) == (want, want) and str(want) in said, f'{more}: {got}, not {want}')
+
+
 def test_linear(folder):
     """A model with linear attention, and packed documents: ranks hold what their plans say, and have the CPU's numbers."""
     if not there('train'):
@@ -243,7 +259,8 @@ def test_world(_):
         check((want['config'].pop('transport'), got['config'].pop('transport')) == ('threads', 'nccl'),
               f'transports of {flags}')
         del want['config']['json'], got['config']['json'] # where they are written
-        unlike = [name for name in want if name != 'tokens_per_s' and want[name] != got.get(name)]
+        own = 'tokens_per_s', 'driver_peak_bytes', 'driver_plan_bytes' # a process's
+        unlike = [name for name in want if name not in own and want[name] != got.get(name)]
         check(not unlike, f'{hosts} {flags}: other {unlike} over NCCL')
 
 
@@ -413,5 +430,6 @@ def test_bench(_):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_methods, test_train, test_linear, test_world,
-                       test_world_failures, test_world_compare, test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))
+    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_methods, test_train, test_train_driver,
+                       test_linear, test_world, test_world_failures, test_world_compare, test_world_alone, test_failures,
+                       *([test_bench, test_brief] if FULL else [])))

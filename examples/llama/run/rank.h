@@ -126,10 +126,20 @@ static inline upipe_status run_save(run *u, trainer *t, int64_t step, int keep)
     return upipe_comm_barrier(t->r.c, t->world);
 }
 
+/* What the driver has given out since the ranks began. Nothing goes back before all of them have ended. */
+static inline upipe_status run_note_driver(const run *u, run_rank *k)
+{
+    size_t left;
+    UPIPE_TRY(device_left(u->o.device, &left, &k->c.err));
+    if (left < u->left && u->left - left > k->driver_peak) k->driver_peak = u->left - left;
+    return UPIPE_OK;
+}
+
 /* The step's books and log, and its checkpoint. */
 static inline upipe_status run_after(run *u, run_rank *k, const trainer_rates *rates,
                                      const trainer_result *result, double seconds)
 {
+    UPIPE_TRY(run_note_driver(u, k));
     k->seconds += seconds;
     if (k->sent_bytes == 0) k->sent_bytes = trainer_sent(&k->t) - k->sent;
     k->p.mem.events = NULL; /* the first step is traced */

@@ -64,6 +64,7 @@ static inline int run_train(run *u)
         u->log = fopen(u->o.log, u->o.resume != NULL ? "a" : "w");
         if (u->log == NULL) bad = cli_fail("--log %s cannot be written: %s", u->o.log, strerror(errno));
     }
+    if (bad == 0 && device_left(u->o.device, &u->left, &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
     u->begun = cli_clock(NULL);
     u->line = u->begun + RUN_LINE_FIRST;
     if (world_agree(&u->net, bad) != 0) return -1;

@@ -151,6 +151,25 @@ static int report_plan(const run *u, report_total *slope)
 
 /* ---- after training ---- */
 
+/* Bytes that a device of its own gave to this process's ranks. */
+typedef struct report_driver {
+    size_t peak; /* most that the driver had given out */
+    size_t plan; /* the plans' slabs, and what tables of operations hold beside them */
+} report_driver;
+
+static report_driver report_given(const run *u)
+{
+    report_driver given = {0, 0};
+    int r;
+    for (r = u->net.first; r < u->net.first + u->net.here; ++r) {
+        const run_rank *k = &u->ranks[r];
+        if (k->driver_peak > given.peak) given.peak = k->driver_peak;
+        given.plan += upipe_mem_span(k->plan.need) + device_bytes(&k->p.d) + device_bytes(&k->p.line.d) +
+                      device_bytes(&k->ahead.d);
+    }
+    return given;
+}
+
 /* The prompt and the sample as numbers: examples/tokenize.py --decode makes a text of the line. */
 static void report_ids(const run *u)
 {
@@ -190,6 +209,11 @@ static void report_table(const run *u)
                each * (double)u->done / u->seconds);
         report_memory(u, 0);
         printf("\nmeasured: the same to the byte, in every phase, on every rank\n");
+        if (u->o.device == DEVICE_CUDA) {
+            const report_driver given = report_given(u);
+            printf("given out by the driver: %zu bytes; planned for slabs and workspaces: %zu bytes\n",
+                   given.peak, given.plan);
+        }
     }
     for (i = 0; i < u->evals_n; ++i)
         printf("evaluation after step %lld: loss %.4f, perplexity %.4f, %lld targets\n",
@@ -264,6 +288,10 @@ static void report_json_training(FILE *f, const run *u)
     fputs("\n  ],\n", f);
     fprintf(f, "  \"tokens_per_s\": %.17g,\n", u->done > 0 ? tokens / u->seconds : 0);
     fprintf(f, "  \"peak_bytes\": %zu,\n  \"sent_bytes_per_step\": %" PRId64 ",\n", k->peak, k->sent_bytes);
+    if (u->o.device == DEVICE_CUDA && u->done > 0) {
+        const report_driver given = report_given(u);
+        fprintf(f, "  \"driver_peak_bytes\": %zu,\n  \"driver_plan_bytes\": %zu,\n", given.peak, given.plan);
+    }
 }
 
 /* What only a plan has to say. */

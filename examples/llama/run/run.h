@@ -37,6 +37,7 @@ typedef struct run_rank {
     upipe_mem_event *events;
     int64_t events_n;
     size_t phase[MODEL_PHASES], peak, host_peak;
+    size_t driver_peak; /* most that the driver had given out after a step, to all ranks of the process */
     int64_t sent_bytes; /* in the first step */
     /* while it runs */
     upipe_ctx c;
@@ -68,6 +69,7 @@ typedef struct run {
     int32_t *prompt;       /* of the sample */
     int64_t prompt_n;
     struct world net;
+    size_t left; /* free bytes of the device, before a rank of the process has any */
     run_rank *ranks;
     llama_lock lock;    /* of the folder of --save */
     llama_run position; /* of the checkpoint that is continued; step 0: none */
