@@ -777,6 +777,53 @@ static void test_init(void)
     CHECK(fake_check_clean());
 }
 
+static void check_says(const char *path, const char *want)
+{
+    static char text[1 << 16];
+    FILE *file = fopen(path, "rb");
+    CHECK(file != NULL);
+    if (file == NULL) return;
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    CHECK_SAY(strstr(text, want) != NULL, "%s does not say \"%s\"", path, want);
+}
+
+/* What init allocates, and the pages that say so: the header, then nccl.md, then copy_engines.md. */
+static void test_bytes(int pages, char **page)
+{
+    enum { TEAM = 3 };
+    const size_t row = UPI_NCCL_ROW * sizeof(int64_t);
+    const size_t ordinary = 2 * sizeof(upipe_msg) + UPIPE_ALL_GATHER_MAX * sizeof(int64_t);
+    char says[5][100];
+    upipe_nccl team[TEAM];
+    ncclComm_t nccl[TEAM];
+    upipe_err e;
+    CHECK(ncclCommInitAll(nccl, TEAM, NULL) == ncclSuccess);
+    for (int r = 0; r < TEAM; ++r) {
+        const size_t device = fake_device_live(), pinned = fake_pinned_live();
+        const long events = fake_live_handles();
+        OK(cudaSetDevice(r));
+        CHECK_STATUS(upipe_nccl_init(&team[r], nccl[r], 0, &e), UPIPE_OK, e);
+        CHECK_INT(fake_device_live() - device, row * (1 + TEAM));
+        CHECK_INT(fake_pinned_live() - pinned, row * (1 + TEAM));
+        CHECK_INT(fake_live_handles() - events, 2 * UPIPE_NCCL_AHEAD + 1);
+    }
+    for (int r = 0; r < TEAM; ++r) {
+        OK(cudaSetDevice(r));
+        CHECK_STATUS(upipe_nccl_free(&team[r], &e), UPIPE_OK, e);
+        CHECK(ncclCommDestroy(nccl[r]) == ncclSuccess);
+    }
+    OK(cudaSetDevice(0));
+    CHECK(fake_check_clean());
+    (void)snprintf(says[0], sizeof says[0], "of %zu bytes a rank through memory", row);
+    (void)snprintf(says[1], sizeof says[1], "%zu * (1 + ranks) on the device and as many pinned, %zu * ranks",
+                   row, ordinary);
+    (void)snprintf(says[2], sizeof says[2], "%zu * (1 + ranks) bytes of device memory", row);
+    (void)snprintf(says[3], sizeof says[3], "pinned memory, and %d events", 2 * UPIPE_NCCL_AHEAD + 1);
+    (void)snprintf(says[4], sizeof says[4], "shared memory of %zu bytes a rank", sizeof(upi_nccl_card));
+    for (int i = 0; i < 5 && pages == 3; ++i) check_says(page[i < 2 ? 0 : i < 4 ? 1 : 2], says[i]);
+}
+
 /* Which lists are one ncclAlltoAll: a mistake there would go unseen where a group does the same. */
 static void test_all_to_all_list(void)
 {
@@ -851,9 +898,10 @@ static void test_team(crew *all)
     test_injected(all, FAKE_STICKY, 20);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     crew *all = &the_crew;
+    test_bytes(argc - 1, argv + 1);
     test_all_to_all_list();
     test_board();
     for (int seed = 0; seed < 4; ++seed) {

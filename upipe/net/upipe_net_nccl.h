@@ -12,7 +12,7 @@
  * ncclAlltoAll where the list is an all-to-all of equal parts that are contiguous in both buffers. Blocks are
  * never merged: NCCL matches messages by size, and the peer's blocks may have gaps where these have none.
  * What a rank sends itself is a copy of the compute table. An all-gather of numbers, or a barrier, is an ncclAllGather
- * of 288 bytes a rank through memory that init has allocated. One of equal slices (upipe_slices_gather) is an
+ * of 352 bytes a rank through memory that init has allocated. One of equal slices (upipe_slices_gather) is an
  * ncclAllGather too, without copy engines.
  *
  * In the stream's order. wait returns when the transfer is enqueued: what the host enqueues on ctx->stream
@@ -423,7 +423,7 @@ UPIPE_API upipe_status upi_nccl_claim(upipe_nccl *m, upipe_err *e)
  *   nccl        the host's; its device is the current one. Waits for a non-blocking one to be made
  *   deadline_s  seconds that one call may wait for its peers; 0 = UPIPE_DEADLINE_DEFAULT. Each call reads
  *               comm.deadline, which each rank may change
- *   bytes       288 * (1 + ranks) on the device and as many pinned, 384 * ranks of ordinary memory
+ *   bytes       352 * (1 + ranks) on the device and as many pinned, 448 * ranks of ordinary memory
  *   errors      ARG, TIMEOUT, ABORTED, MEMORY, BACKEND (NCCL's or the runtime's text). Then there is nothing
  *               to free here, and the host ends its communicator: ncclCommAbort, not ncclCommDestroy
  */
