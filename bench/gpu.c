@@ -330,12 +330,6 @@ static upipe_status measure_all_to_all(const options *o, upipe_err *e)
     return UPIPE_OK;
 }
 
-static size_t device_left(void)
-{
-    size_t left = 0, total = 0;
-    return cudaMemGetInfo(&left, &total) == cudaSuccess ? left : 0;
-}
-
 /* Fills `to` with the bytes of `from`, over and over. */
 static upipe_status repeat(upipe_ctx *c, void *to, size_t bytes, const void *from, size_t period)
 {
@@ -381,7 +375,7 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     UPIPE_TRY(upipe_layer_bwd(c, layer, x, &grads, &saved, &dout, x));
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][1][run] = cli_clock(NULL) - start;
-    left = device_left();
+    UPIPE_TRY(device_left(DEVICE_CUDA, &left, &c->err));
     if (rank == 0 && left < t->free_least) t->free_least = left;
     UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
     return upipe_mem_free(c->mem, x.data, &c->err);
@@ -455,7 +449,7 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
 {
     static team t;
     int64_t wide = (int64_t)o->heads * o->head_dim, narrow = (int64_t)o->kv_heads * o->head_dim;
-    size_t gradients = (size_t)((wide + 2 * narrow) * o->model_dim) * 4, slabs;
+    size_t gradients = (size_t)((wide + 2 * narrow) * o->model_dim) * 4, slabs, left;
     void *w[3];
     int r, i;
     UPIPE_TRY(team_open(&t, o, e));
@@ -471,9 +465,10 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
         UPIPE_CUDA_TRY(e, cudaMemset(t.grads[r], 0, gradients));
     }
     UPIPE_CUDA_TRY(e, cudaDeviceSynchronize());
-    t.free_before = device_left();
+    UPIPE_TRY(device_left(DEVICE_CUDA, &t.free_before, e));
     UPIPE_TRY(team_slabs(&t, e));
-    slabs = t.free_before - device_left();
+    UPIPE_TRY(device_left(DEVICE_CUDA, &left, e));
+    slabs = t.free_before - left;
     t.free_least = t.free_before;
     UPIPE_TRY(team_run(&t, block_rank, e));
     for (r = 0; r < o->ranks; ++r)

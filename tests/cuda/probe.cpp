@@ -1,6 +1,7 @@
 /* probe.cpp -- each instruction that the kernels for 9.0 are built on, alone: integers in, exact results out
  *
  *     probe [NAME...]      all of them, or these; a line each
+ *     probe --list         their names, one a line: a fault takes those of its process alone
  *
  * If attention is wrong on a device, this says whether it is a descriptor, a swizzle, the fill of a box, a fragment or a
  * barrier. nvcc compiles it for devices, and a host compiler for the emulator, so that both must agree. On a device it
@@ -443,7 +444,10 @@ static const probe probes[] = {{"box", run_box},
 int main(int argc, char **argv)
 {
     cudaStream_t stream;
-    int major = 0, wrong;
+    int major = 0, wrong, found = 0;
+    for (const probe &p : probes)
+        if (argc == 2 && strcmp(argv[1], "--list") == 0) puts(p.name), ++found;
+    if (found > 0) return 0;
     setenv("FAKE_CAPABILITY", "90", 1);
     CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess);
     if (major != 9) {
@@ -456,11 +460,13 @@ int main(int argc, char **argv)
         int asked = argc == 1;
         for (int i = 1; i < argc; ++i) asked |= strcmp(argv[i], p.name) == 0;
         if (!asked) continue;
+        ++found;
         wrong = p.run();
         CHECK_SAY(wrong == 0, "%s: %d numbers are wrong", p.name, wrong);
         printf("%s: %s\n", p.name, wrong == 0 ? "as it should be" : "WRONG");
         fflush(stdout);
     }
+    CHECK_SAY(argc == 1 || found == argc - 1, "%d of these names are a probe's", found);
     CHECK(cudaStreamDestroy(stream) == cudaSuccess);
     printf("digest %016llx\n", (unsigned long long)digest);
     return test_end("cuda_probe");

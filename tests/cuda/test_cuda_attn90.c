@@ -3,7 +3,7 @@
  * The fake is told to be such a device; test_cuda_attn runs there too, and holds these kernels to everything
  * that it knows. Here is what depends on their shapes: edges of their tiles (64 queries a warpgroup, two or
  * three of them a block; 80 to 176 keys), several items a block, lists in sections, calls that they leave to
- * the others.
+ * the others. The fake has an H100's processors too, so what has few items here has few there.
  */
 #include "cuda/attn_place.h"
 
@@ -81,7 +81,18 @@ static void test_wide_tiles(void)
     }
 }
 
-/* More items than processors, so that a block has several, with and without keys to see. */
+/* Blocks that stay for a call, whatever the device: fewer than there are items, so that some have several. */
+enum { FEW = 4 };
+
+static void check_several(const oracle_attn *t, uint64_t seed, int64_t keys)
+{
+    const int64_t items = (t->sq + 191) / 192 * t->h; /* at least: a block of queries has 192 at most */
+    const int blocks = dev.cuda.processors - dev.cuda.margin;
+    CHECK_SAY(items > blocks, "%lld items or more on %d blocks", (long long)items, blocks);
+    check_forward(t, seed, keys);
+}
+
+/* More items than blocks, with and without keys to see, of each kernel. */
 static void test_items(void)
 {
     /* clang-format off */
@@ -89,12 +100,13 @@ static void test_items(void)
         {400, 150, 64, 6, 2, 1, -200}, {300, 140, 128, 6, 3, 1, -140}, {300, 100, 256, 4, 1, 1, -150},
         {150, 300, 256, 7, 7, 0, 0}, {200, 300, 128, 9, 3, 1, 100}, {64, 64, 40, 40, 8, 1, 0},
         {300, 140, 96, 6, 3, 1, -140}, {300, 100, 192, 4, 1, 1, -150}, {150, 300, 160, 7, 7, 0, 0},
+        {150, 350, 96, 7, 7, 0, 0}, {150, 350, 128, 7, 7, 0, 0}, /* tiles of 176 keys */
     };
     /* clang-format on */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t *x = cases[i];
         oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
-        check_forward(&t, 200 + i, t.sk);
+        check_several(&t, 200 + i, t.sk);
     }
 }
 
@@ -104,8 +116,8 @@ static void test_sections(void)
 {
     oracle_attn odd = shape(300, 16000, 5, 5, 256, 1, -150, 0);
     oracle_attn pairs = shape(140, 70000, 6, 3, 128, 1, 30, 0);
-    check_forward(&odd, 300, 160);
-    check_forward(&pairs, 301, 256);
+    check_several(&odd, 300, 160);
+    check_several(&pairs, 301, 256);
 }
 
 /* Packed sequences, whose longest blocks of queries come first, wherever they lie. */
@@ -116,7 +128,7 @@ static void test_packed(void)
     for (i = 0; i < DIMS; ++i) {
         oracle_attn t = shape(700, 700, 3, 3, dims[i], 1, 0, 0);
         t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 4;
-        check_forward(&t, 400 + (uint64_t)i, t.sk);
+        check_several(&t, 400 + (uint64_t)i, t.sk);
     }
 }
 
@@ -204,12 +216,17 @@ int main(void)
     setenv("FAKE_CAPABILITY", "90", 1);
     if (!place_open()) return test_end("cuda_attn90");
     dev.cuda.choice = choice;
+#ifdef FAKE_CUDA_RUNTIME_API_H
+    dev.cuda.processors = 132;
+#endif
     if (dev.cuda.capability / 10 == 9) {
         test_edges();
         test_wide_tiles();
+        dev.cuda.margin = dev.cuda.processors - FEW;
         test_items();
         test_sections();
         test_packed();
+        dev.cuda.margin = 0;
         test_margin();
         test_watched();
         test_left_to_others();

@@ -127,6 +127,18 @@ def test_avoid(_):
         ends(2, '--plan trains nothing, so --avoid', 'train', '--plan', '--device', 'cuda', '--avoid', 'fwd90')
 
 
+def test_probes(_):
+    """Each probe in a process of its own, by its name."""
+    probe = os.path.join(FOLDER, 'test_cuda_probe')
+    names = run_command([probe, '--list'], HANGS).stdout.splitlines()
+    check(len(names) == 24 and {'relay', 'wgmma 96 2 1'} < set(names), str(names))
+    for name in names:
+        done = run_command([probe, name], HANGS)
+        check(done.returncode == 0 and done.stdout.startswith(f'{name}: as it should be\n'), f'{name}: {done.stdout}{done.stderr}')
+    done = run_command([probe, 'relay', 'replay'], HANGS)
+    check(done.returncode == 1 and '1 of these names' in done.stderr, f'{done.returncode} {done.stderr}')
+
+
 def test_methods(_):
     """Every method, with every mask and stages that overlap: compare itself holds bytes to the plan."""
     every = [word for name in METHODS for word in ('--method', name)]
@@ -430,6 +442,6 @@ def test_bench(_):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_methods, test_train, test_train_driver,
-                       test_linear, test_world, test_world_failures, test_world_compare, test_world_alone, test_failures,
-                       *([test_bench, test_brief] if FULL else [])))
+    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_probes, test_methods, test_train,
+                       test_train_driver, test_linear, test_world, test_world_failures, test_world_compare,
+                       test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))
