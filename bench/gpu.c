@@ -151,7 +151,8 @@ typedef struct team {
     void *slabs[RANKS_MAX], *grads[RANKS_MAX];
     upipe_err errors[RANKS_MAX];
     double runs[RANKS_MAX][2][RUNS]; /* seconds, forward and backward */
-    size_t slab_bytes, peak[RANKS_MAX], plan_peak[RANKS_MAX], free_before, free_least;
+    size_t slab_bytes, peak[RANKS_MAX], plan_peak[RANKS_MAX];
+    size_t free_warm, free_least; /* once all ranks have done a pass, and the least since then */
     int blocks_max;
 } team;
 
@@ -376,7 +377,7 @@ static upipe_status block_pass(team *t, upipe_ctx *c, int rank, int run)
     UPIPE_TRY(c->ops->sync(c));
     if (run >= 0) t->runs[rank][1][run] = cli_clock(NULL) - start;
     UPIPE_TRY(device_left(DEVICE_CUDA, &left, &c->err));
-    if (rank == 0 && left < t->free_least) t->free_least = left;
+    if (rank == 0 && run >= 0 && left < t->free_least) t->free_least = left;
     UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
     return upipe_mem_free(c->mem, x.data, &c->err);
 }
@@ -395,7 +396,11 @@ static upipe_status block_rank(void *user, int rank)
     s = team_join(t, &c, rank);
     upipe_mem_init(&mem, t->slabs[rank], t->slab_bytes, blocks, t->blocks_max);
     c.mem = &mem;
-    for (i = -1; i < t->o->layers && s == UPIPE_OK; ++i) s = block_pass(t, &c, rank, i);
+    if (s == UPIPE_OK) s = block_pass(t, &c, rank, -1);
+    if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team);
+    if (s == UPIPE_OK && rank == 0) s = device_left(DEVICE_CUDA, &t->free_warm, &c.err);
+    if (rank == 0) t->free_least = t->free_warm;
+    for (i = 0; i < t->o->layers && s == UPIPE_OK; ++i) s = block_pass(t, &c, rank, i);
     t->peak[rank] = mem.peak;
     s = team_leave(t, &c, rank, s);
     upipe_mem_destroy(&mem, NULL);
@@ -443,13 +448,13 @@ static size_t pages(size_t bytes)
     return (bytes + (2 << 20) - 1) >> 21 << 21;
 }
 
-/* Forward and backward of the block. The first pass warms up; what the driver gives out in all of it, slabs
- * apart, is in the result. */
+/* Forward and backward of the block. The first pass warms up: the driver loads kernels when they are first launched.
+ * What it gives out then, and in all passes behind it, is in the result, slabs apart. */
 static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
 {
     static team t;
     int64_t wide = (int64_t)o->heads * o->head_dim, narrow = (int64_t)o->kv_heads * o->head_dim;
-    size_t gradients = (size_t)((wide + 2 * narrow) * o->model_dim) * 4, slabs, left;
+    size_t gradients = (size_t)((wide + 2 * narrow) * o->model_dim) * 4, before, slabs, left;
     void *w[3];
     int r, i;
     UPIPE_TRY(team_open(&t, o, e));
@@ -465,11 +470,10 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
         UPIPE_CUDA_TRY(e, cudaMemset(t.grads[r], 0, gradients));
     }
     UPIPE_CUDA_TRY(e, cudaDeviceSynchronize());
-    UPIPE_TRY(device_left(DEVICE_CUDA, &t.free_before, e));
+    UPIPE_TRY(device_left(DEVICE_CUDA, &before, e));
     UPIPE_TRY(team_slabs(&t, e));
     UPIPE_TRY(device_left(DEVICE_CUDA, &left, e));
-    slabs = t.free_before - left;
-    t.free_least = t.free_before;
+    slabs = before - left;
     UPIPE_TRY(team_run(&t, block_rank, e));
     for (r = 0; r < o->ranks; ++r)
         if (t.peak[r] != t.plan_peak[r])
@@ -479,11 +483,12 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
         "{\"method\": \"%s\", \"overlap\": %s, \"transport\": \"%s\", \"ranks\": %d, \"tokens\": %lld, \"model_dim\": %lld, \"heads\": %d, "
         "\"kv_heads\": %d, \"head_dim\": %d, \"chunk\": %d, \"fwd_seconds\": %.6g, \"bwd_seconds\": %.6g, "
         "\"plan_bytes\": %zu, \"peak_bytes\": %zu, \"slab_bytes\": %zu, \"driver_slabs_bytes\": %zu, "
-        "\"expected_slabs_bytes\": %zu, \"driver_beyond_slabs_bytes\": %lld}\n",
+        "\"expected_slabs_bytes\": %zu, \"driver_first_pass_bytes\": %lld, \"driver_beyond_slabs_bytes\": %lld}\n",
         o->chunk == o->heads ? "ulysses" : "upipe", t.plans[0].overlap ? "true" : "false", transport_name(o),
         o->ranks, (long long)o->tokens, (long long)o->model_dim, o->heads, o->kv_heads, o->head_dim, o->chunk,
         slowest(&t, 0, o->layers), slowest(&t, 1, o->layers), t.plan_peak[0], t.peak[0], t.slab_bytes, slabs,
-        pages(t.slab_bytes) * (size_t)o->ranks, (long long)(t.free_before - slabs) - (long long)t.free_least);
+        pages(t.slab_bytes) * (size_t)o->ranks, (long long)(before - slabs) - (long long)t.free_warm,
+        (long long)t.free_warm - (long long)t.free_least);
     for (i = 0; i < 3; ++i) UPIPE_TRY(upipe_cuda_slab_free(w[i], e));
     team_close(&t);
     return UPIPE_OK;

@@ -139,6 +139,15 @@ def test_probes(_):
     check(done.returncode == 1 and '1 of these names' in done.stderr, f'{done.returncode} {done.stderr}')
 
 
+def test_lazy(_):
+    """What a device loads when a kernel is first launched is no memory beyond the slabs."""
+    flags = 'block --tokens 64 --ranks 2 --heads 8 --kv-heads 4 --head-dim 32 --model-dim 64'.split()
+    for lazy in {}, {'FAKE_LAZY': 1}:
+        made = json.loads(ends(0, '', 'gpu', *flags, **lazy).stdout)
+        check(made['driver_slabs_bytes'] == 2 * made['slab_bytes'] and made['driver_beyond_slabs_bytes'] == 0, str(made))
+        check((made['driver_first_pass_bytes'] > 0) == (lazy != {}), str(made))
+
+
 def test_methods(_):
     """Every method, with every mask and stages that overlap: compare itself holds bytes to the plan."""
     every = [word for name in METHODS for word in ('--method', name)]
@@ -442,6 +451,6 @@ def test_bench(_):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_probes, test_methods, test_train,
-                       test_train_driver, test_linear, test_world, test_world_failures, test_world_compare,
+    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_probes, test_lazy, test_methods,
+                       test_train, test_train_driver, test_linear, test_world, test_world_failures, test_world_compare,
                        test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -70,7 +71,8 @@ struct state {
     std::map<uintptr_t, block> blocks; /* by p */
     std::deque<block> freed;
     size_t live[2] = {0, 0}, peak = 0, limit, of_device[FAKE_DEVICES] = {};
-    int blank = -1; /* the file of 0xff */
+    std::set<std::pair<int, std::string>> loaded; /* with FAKE_LAZY: kernels, by device */
+    int blank = -1;                               /* the file of 0xff */
     size_t blank_bytes = 0;
     bool open = false;
     uint64_t closings = 0;
@@ -766,6 +768,13 @@ void fake_reachable(const void *p, size_t bytes, const char *who, const char *op
 {
     if (bytes > 0 && fake_where(p, bytes, who, operand, NULL) == FAKE_PAGEABLE)
         fake_finding("%s: %s at %p is host memory that the device cannot reach", who, operand, p);
+}
+
+void fake_load(const char *name)
+{
+    state &g = all();
+    static const bool lazy = getenv("FAKE_LAZY") != NULL;
+    if (lazy && g.loaded.insert({this_device, name}).second) g.of_device[this_device] += 2 << 20;
 }
 
 size_t fake_left(int device, size_t *total)

@@ -197,6 +197,8 @@ enum fake_place { FAKE_DEVICE, FAKE_PINNED, FAKE_PAGEABLE };
 void *fake_alloc(size_t bytes, fake_place place);
 /* When the device is idle; `who` is for findings. */
 void fake_release(void *p, fake_place place, const char *who);
+/* A kernel's launch, by its name. Where FAKE_LAZY is set the first one loads its code: 2 MiB of the device, which stay. */
+void fake_load(const char *name);
 size_t fake_left(int device, size_t *total);
 /* Where a range lies; one that is partly outside its allocation, or in a freed one, is a finding. */
 fake_place fake_where(const void *p, size_t bytes, const char *who, const char *operand, int *device);

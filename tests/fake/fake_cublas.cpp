@@ -177,6 +177,7 @@ cublasStatus_t gemm(const char *name, cublasHandle_t h, cublasOperation_t ta, cu
     const bool on_90 = fake_capability() >= 90;
     const int64_t tiles = (g.m + FAKE_PRODUCT_TILE - 1) / FAKE_PRODUCT_TILE *
                           ((g.n + FAKE_PRODUCT_TILE - 1) / FAKE_PRODUCT_TILE) * g.batches;
+    fake_load(name);
     fake_append(s, name, [g] { run(g); }, {}, nullptr,
                 {tiles, on_90 ? FAKE_PRODUCT_THREADS_90 : FAKE_PRODUCT_THREADS_80,
                  on_90 ? FAKE_PRODUCT_REGISTERS_90 : FAKE_PRODUCT_REGISTERS_80,

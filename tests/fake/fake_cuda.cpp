@@ -338,6 +338,7 @@ cudaError_t fake_enqueue(cudaStream_t stream, const char *name, std::function<vo
     if (call.fails) return fail(call, cudaErrorLaunchOutOfResources);
     if (fake_may(s) != cudaSuccess) return keep(fake_may(s));
     if (needs.blocks > 0) known_kernel(&needs, name, columns);
+    fake_load(name);
     fake_append(s, name, std::move(work), {}, nullptr, needs);
     return cudaSuccess;
 }
