@@ -11,7 +11,7 @@
  *     run NAME                               then for every result of the run
  *     tensor NAME N H D wrong W nan X unwritten U every E
  *     bins NAME COUNTS...                    of wrong elements by row % 64, row % 8, column / 8, row / 64
- *     NAME HEAD ROW COLUMN / GOT... / WANT... every E-th wrong chunk of eight columns; `_`: never written
+ *     NAME HEAD ROW COLUMN / GOT... / WANT... the wrong chunks of eight columns of every E-th row; `_`: never written
  *     watch NUMBER HEX                       what a block that hangs has written
  */
 #define _GNU_SOURCE
@@ -27,7 +27,7 @@
 
 enum { RIGHT = 0, WRONG = 1, USAGE = 2, HANGS = 3, FAILED = 4, NOT_HERE = 77 };
 enum { SHOWN = 1100, LINE = 256 };                        /* chunks of a tensor in a file; bytes of one, about */
-enum { UNWRITTEN16 = 0xc0de, BINS = 4, BINS_MOST = 128 }; /* 0xc0dec0de in f32 */
+enum { UNWRITTEN16 = 0xf3de, BINS = 4, BINS_MOST = 128 }; /* what lies there before: -3.5e31 */
 
 static const char *const bin_names[BINS] = {"row%64", "row%8", "column/8", "row/64"};
 
@@ -172,7 +172,7 @@ static upipe_status call(verdict *v, int run)
 
 static int is_unwritten(const verdict *v, int k, float x)
 {
-    const uint32_t want = type_of(&v->of, k) == UPIPE_F32 ? 0xc0dec0deu : 0xc0de0000u;
+    const uint32_t want = type_of(&v->of, k) == UPIPE_F32 ? 0xf3def3deu : 0xf3de0000u;
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     return bits == want;
@@ -277,11 +277,11 @@ static void write_tensor(FILE *out, const verdict *v, int k)
 {
     const tensor *t = &v->t[k];
     const int n = chunk_of(t);
-    int64_t every, at = 0;
+    int64_t every, at = 0, in_row = 0;
     count x;
     count_wrong(v, k, &x);
     every = (x.chunks + SHOWN - 1) / SHOWN;
-    while (every > 1 && (every % 2 == 0 || every % 3 == 0)) ++every; /* all columns have their share */
+    while (every > 1 && (every % 2 == 0 || every % 3 == 0)) ++every; /* all heads have their share */
     fprintf(out, "tensor %s %lld %d %d wrong %lld nan %lld unwritten %lld every %lld\n", tensor_names[k], (long long)t->n, t->h,
             t->d, (long long)x.wrong, (long long)x.nan, (long long)x.unwritten, (long long)every);
     for (int b = 0; b < BINS && x.wrong > 0; ++b) {
@@ -291,8 +291,10 @@ static void write_tensor(FILE *out, const verdict *v, int k)
     }
     for (int64_t e = 0; e < elements(t); e += n) {
         int wrong = 0;
+        if (e % t->d == 0) at += in_row, in_row = 0;
         for (int c = 0; c < n; ++c) wrong |= is_wrong(t, e + c);
-        if (!wrong || at++ % every != 0) continue;
+        in_row |= wrong;
+        if (!wrong || at % every != 0) continue;
         fprintf(out, "%s %lld %lld %lld /", tensor_names[k], (long long)(e / t->d % t->h), (long long)(e / t->d / t->h),
                 (long long)(e % t->d));
         for (int c = 0; c < n; ++c) write_number(out, v, k, t->got[e + c]);

@@ -237,7 +237,7 @@ static void add(float *to, float *slack, double f, const float *x, int n)
 static void bound(tensor *t, int terms, int store)
 {
     for (int64_t e = 0; e < t->n * t->h * t->d; ++e)
-        t->slack[e] = ldexpf(t->slack[e], -terms) + ldexpf(fabsf(t->x[e]), -store);
+        t->slack[e] = ldexpf(t->slack[e], -terms) + ldexpf(fabsf(t->x[e]), -store) + 1e-6f;
 }
 
 static void forward_row(const verdict_case *x, int run, tensor *t, int64_t i, int h, int64_t first, int64_t end, double *s)
