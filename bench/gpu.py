@@ -118,6 +118,8 @@ def verdict(run):
         cases = [case for case in cases if case[1] == '128']
     elif run.options.quick:
         cases = cases[::12]
+    elif run.options.brief:  # the tests have the other masks of the kernels that are not in doubt
+        cases = [case for case in cases if case[0].endswith('90') or case[2] == 'causal']
     os.makedirs(os.path.join(run.results, 'evidence'), exist_ok=True)
     ends = run.side_by_side(lambda case: verdict_case(run, case), cases, 4)
     lines = [line for line, _ in ends]
