@@ -268,8 +268,8 @@ def keep_machine_code(run, table):
     os.makedirs(KEPT)
     try:
         tools = [sass.tool(name, os.path.join(TOP, 'build', 'disassembler')) for name in ('cuobjdump', 'nvdisasm')]
-        subprocess.run([os.path.abspath(tools[0]), '-xelf', 'all', table], cwd=KEPT, stdout=subprocess.DEVNULL,
-                       check=True)
+        subprocess.run([os.path.abspath(tools[0]), '-xelf', 'all', table], cwd=KEPT, check=True,
+                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for cubin in sorted(glob.glob(os.path.join(KEPT, '*.cubin'))):
             with open(f'{cubin}.sass', 'w', encoding='utf-8') as out:
                 subprocess.run([tools[1], '-c', cubin], stdout=out, check=True)

@@ -96,14 +96,18 @@ def block(folder):
 
 
 def train(folder):
-    rows = []
+    """Of rank 0: its plan, its pool's peak, and what of that is neither weights nor gradients nor the optimizer's."""
+    out = []
     for figure in kept(folder, 'train').get('figures', []):
         if 'train' in figure:
             made = figure['train']
-            rows.append([made['method'], f"{made['tokens_per_s']:.0f}", f"{made['plan_bytes'] / MIB:.0f}",
-                         f"{made['peak_bytes'] / MIB:.0f}",
-                         f"{made['driver_peak_bytes'] / MIB:.0f}"])
-    return rows_of(['training step', 'tokens/s', 'plan, MiB', "pools' peak, MiB", "driver's peak, MiB"], rows)
+            held = made['memory']['at_peak']
+            rest = made['peak_bytes'] - held['weights'] - held['gradients'] - held['optimizer']
+            out.append([made['config']['method'], f"{made['tokens_per_s']:.0f}",
+                        *(f'{number / MIB:.0f}' for number in (rest, made['plan_bytes'], made['peak_bytes'],
+                                                               made['driver_plan_bytes'], made['driver_peak_bytes']))])
+    return rows_of(['training step', 'tokens/s', 'activations, MiB', 'plan, MiB', 'peak, MiB', 'both ranks, MiB',
+                    "driver's peak, MiB"], out)
 
 
 def rows(folder):
@@ -122,6 +126,10 @@ def transfer(folder):
 def lines(folder):
     stages = [kept(folder, stage) for stage in ('roofline', 'attention', 'block')]
     device = next((made['device'] for made in stages if made.get('device', {}).get('name')), None)
-    head = [f"{device['name']}, {device['processors']} processors"] if device else []
-    return head + [line for part in (verdict, roofline, attention, block, train, rows, transfer)
-                   for line in part(folder)]
+    out = [f"{device['name']}, {device['processors']} processors"] if device else []
+    for part in (verdict, roofline, attention, block, train, rows, transfer):
+        try:
+            out += part(folder)
+        except (KeyError, TypeError, ZeroDivisionError) as error:  # the others are not lost for it
+            out += ['', f'{part.__name__}: the figures are not as they should be ({type(error).__name__}: {error})']
+    return out
