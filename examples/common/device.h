@@ -166,6 +166,17 @@ static inline void device_avoid(device *d, int avoid)
     (void)avoid;
 }
 
+/* How many ranks may share an open device whose loss has a vocabulary of so many tokens. */
+static inline int device_ranks_most(const device *d, int64_t vocab)
+{
+#ifdef UPIPE_WITH_CUDA
+    if (d->kind == DEVICE_CUDA) return upipe_cuda_ranks_most(&d->cuda, vocab);
+#endif
+    (void)d;
+    (void)vocab;
+    return INT32_MAX;
+}
+
 static inline upipe_status device_close(device *d, upipe_err *e)
 {
     upipe_status s = UPIPE_OK;

@@ -139,6 +139,16 @@ def test_probes(_):
     check(done.returncode == 1 and '1 of these names' in done.stderr, f'{done.returncode} {done.stderr}')
 
 
+def test_share(_):
+    """Blocks of a row of logits wait for one another: ranks that could hold all places of a device are refused."""
+    if not there('train'):
+        return
+    flags = [*MODEL, '--tokens', '60', '--heads', '12', '--kv-heads', '12', '--steps', '1', '--device', 'cuda', '--ranks']
+    for vocab, ranks, status in (8192, '12', 0), (16385, '5', 0), (16385, '6', 1): # pieces of 8,192; four processors, 12 places
+        said = 'loss' if status == 0 else f'{ranks} ranks share a device; with a vocabulary of {vocab} it takes 5 at most'
+        ends(status, said, 'train', *flags, ranks, '--vocab', str(vocab), '--model-dim', '384' if ranks == '12' else '120')
+
+
 def test_lazy(_):
     """What a device loads when a kernel is first launched is no memory beyond the slabs."""
     flags = 'block --tokens 64 --ranks 2 --heads 8 --kv-heads 4 --head-dim 32 --model-dim 64'.split()
@@ -451,6 +461,6 @@ def test_bench(_):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_probes, test_lazy, test_methods,
-                       test_train, test_train_driver, test_linear, test_world, test_world_failures, test_world_compare,
-                       test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))
+    sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_probes, test_share, test_lazy,
+                       test_methods, test_train, test_train_driver, test_linear, test_world, test_world_failures,
+                       test_world_compare, test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))

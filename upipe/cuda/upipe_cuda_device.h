@@ -103,6 +103,31 @@ UPIPE_API upipe_status upi_cuda_allow_shared(upipe_err *e, const void *kernel, i
     return UPIPE_OK;
 }
 
+enum {
+    UPI_ENTROPY_TURN = 8192, /* logits that a block of cross-entropy holds */
+    UPI_ENTROPY_BLOCKS = 3,  /* of a processor at the same time, at least */
+    UPI_ENTROPY_PIECES = 16  /* of a row, a block each, at most */
+};
+
+/* Pieces of a row of so many logits. */
+UPIPE_API int upi_cuda_entropy_pieces(const upipe_cuda *d, int64_t logits)
+{
+    int64_t held = (int64_t)d->processors * UPI_ENTROPY_BLOCKS, width;
+    if (held > UPI_ENTROPY_PIECES) held = UPI_ENTROPY_PIECES;
+    width = (logits + held - 1) / held;
+    if (width < UPI_ENTROPY_TURN) width = UPI_ENTROPY_TURN;
+    return (int)((logits + width - 1) / width);
+}
+
+/* upipe_cuda_ranks_most -- how many ranks may share a device that take the cross-entropy of rows of so many logits. In each
+ *                          of their launches the blocks of one row, but for one, may wait for that one, which has not
+ *                          started: with more ranks they could hold every place of the device, and wait for ever */
+UPIPE_API int upipe_cuda_ranks_most(const upipe_cuda *d, int64_t logits)
+{
+    const int pieces = upi_cuda_entropy_pieces(d, logits);
+    return pieces > 1 ? (d->processors * UPI_ENTROPY_BLOCKS - 1) / (pieces - 1) : INT32_MAX;
+}
+
 /* upipe_cuda_stream_first -- a stream whose blocks the device starts before those that wait on other streams: for a side
  *                            stream, whose short kernels attention of ctx->stream would hold up
  *   out     not blocking, of the greatest priority, on the current device; the host destroys it

@@ -169,11 +169,8 @@ UPI_DEVICE float upi_block_max(float x, float *buf)
 }
 
 enum {
-    UPI_ENTROPY_EACH = 4,                                        /* times eight logits that a thread holds */
-    UPI_ENTROPY_TURN = UPI_BLOCK * UPI_EIGHT * UPI_ENTROPY_EACH, /* logits that a block holds */
-    UPI_ENTROPY_BLOCKS = 3, /* of a processor at the same time, at least */
-    UPI_ENTROPY_PIECES = 16 /* of a row, at most */
-};
+    UPI_ENTROPY_EACH = UPI_ENTROPY_TURN / (UPI_BLOCK * UPI_EIGHT)
+}; /* times eight logits that a thread holds */
 
 /* A row lies in pieces of `width` logits, a block each. */
 typedef struct upi_entropy_job {
@@ -241,7 +238,8 @@ UPI_DEVICE void upi_entropy_grad(upi_numbers *x, int apart, float own, float top
 
 /* Blocks share a row, so that each holds its piece in registers from the sum to the gradient: a logit is read once.
  * (Where a piece has more logits than that, they are read again.) A block waits for the others of its row. Tickets give
- * these to blocks that start together, and no row has more pieces than the device holds blocks at a time.
+ * these to blocks that start together, and no row has more pieces than the device holds blocks at a time. Of a launch the
+ * blocks of one row alone wait for some that have not started: upipe_cuda_ranks_most says how many launches leave a place.
  *
  * Each thread keeps the greatest logit that it has seen and the sum of e^(logit - greatest) of all others
  * than the target. With the target t apart, 1 - p[t] = others / sum: neither the gradient of a target whose
@@ -328,7 +326,7 @@ template <int TYPES> UPI_KERNEL(256, UPI_ENTROPY_BLOCKS) void upi_cross_entropy_
 UPIPE_API upipe_status upi_cuda_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
     const upipe_cuda *self = upi_cuda_self(c);
-    int64_t d = x->logits.d, row, most, held = (int64_t)self->processors * UPI_ENTROPY_BLOCKS;
+    int64_t d = x->logits.d, row, most;
     upi_entropy_job g;
     upipe_view v[2];
     UPIPE_TRY(upipe_check_cross_entropy(c, x));
@@ -339,10 +337,7 @@ UPIPE_API upipe_status upi_cuda_cross_entropy(upipe_ctx *c, const upipe_cross_en
     g.vec = upi_span_of(v, 2, 0).vec;
     g.scale = x->scale;
     g.softcap = x->softcap;
-    if (held > UPI_ENTROPY_PIECES) held = UPI_ENTROPY_PIECES;
-    g.width = (d + held - 1) / held;
-    if (g.width < UPI_ENTROPY_TURN) g.width = UPI_ENTROPY_TURN;
-    g.pieces = (int)((d + g.width - 1) / g.width);
+    g.pieces = upi_cuda_entropy_pieces(self, d);
     g.width = ((d + g.pieces - 1) / g.pieces + UPI_EIGHT - 1) / UPI_EIGHT * UPI_EIGHT; /* nearly equal ones */
     most = (int64_t)self->processors * UPI_WAVES;                                      /* rows of a launch */
     if (most > (UPIPE_CUDA_SCRATCH - 4) / (4 + 8 * g.pieces))

@@ -10,8 +10,14 @@
 static inline upipe_status run_allocate(const run *u, run_rank *k)
 {
     const memory_plan *p = &k->plan;
+    int most;
     UPIPE_TRY(pools_open(&k->p, &k->c, u->o.device, &u->o.how, p->need, p->host_need, p->blocks_max));
     device_avoid(&k->p.d, u->o.avoid);
+    most = device_ranks_most(&k->p.d, u->layout.config.vocab);
+    if (u->net.here > most)
+        return upipe_fail(&k->c.err, UPIPE_ERR_UNSUPPORTED,
+                          "%d ranks share a device; with a vocabulary of %lld it takes %d at most",
+                          u->net.here, (long long)u->layout.config.vocab, most);
     if (u->o.zero_prefetch) UPIPE_TRY(side_stream_make(&k->ahead, &k->p.d, 1, &k->c.err));
     k->p.mem.clock = cli_clock;
     if (u->o.trace == NULL) return UPIPE_OK;
