@@ -168,9 +168,8 @@ UPI_DEVICE float upi_block_max(float x, float *buf)
     return x;
 }
 
-enum {
-    UPI_ENTROPY_EACH = UPI_ENTROPY_TURN / (UPI_BLOCK * UPI_EIGHT)
-}; /* times eight logits that a thread holds */
+/* times eight logits that a thread holds */
+enum { UPI_ENTROPY_EACH = UPI_ENTROPY_TURN / (UPI_BLOCK * UPI_EIGHT) };
 
 /* A row lies in pieces of `width` logits, a block each. */
 typedef struct upi_entropy_job {
