@@ -322,7 +322,10 @@ static FILE *open_evidence(const char *path, const verdict *v)
     fprintf(out, "verdict %s\nqueries %lld\nkeys %lld\nheads %d\nkv_heads %d\nq_pos %lld\ntile %d\n", words,
             (long long)x->queries, (long long)x->keys, x->heads, x->kv_heads, (long long)x->q_pos,
             tile != NULL ? atoi(tile + 9) : 0);
-    fprintf(out, "capability %d\nprocessors %d\nmargin %d\nchoice %s\n", dev.cuda.capability, dev.cuda.processors,
+    fprintf(out, "borders");
+    for (int64_t b = 0; b <= v->g.a.mask.cu_seqlens_n && v->g.a.mask.cu_seqlens != NULL; ++b)
+        fprintf(out, " %lld", (long long)v->g.a.mask.cu_seqlens[b]);
+    fprintf(out, "\nscale %g\ncapability %d\nprocessors %d\nmargin %d\nchoice %s\n", (double)scale_of(x, LABELS), dev.cuda.capability, dev.cuda.processors,
             dev.cuda.margin, choice);
     return out;
 }

@@ -6,10 +6,11 @@
  *              be seen, zeros beyond the last key, in front of all that must. Decides; the others run after a failure
  *     labels   query i of head h finds one key, target(i, h). A chunk of eight columns of what it brings says whose
  *              chunk it is: row, head and column
- *     columns  q_i is a unit vector, column (i + 64 h) % d, and k_j column j % d: who meets whom in Q K^T
+ *     columns  rows of q and k are unit vectors (column_of): which columns meet in Q K^T
  *     counts   every key weighs the same (forward: in half of the rows a power of two more every 64 keys), and the
- *              result counts the rows of 16, one step of a product, that came in
- *     grads    backward: columns, of dO V^T
+ *              result counts the rows of 16, one step of a product, that came in. v and dout have the next step in the
+ *              next column, and all of it again every 32 columns, times 1, 2, 3 and so on; q in even columns, k in odd
+ *     grads    backward: which columns meet in dO V^T; dk and dq have 1 for even ones and 64 for odd ones
  *
  * Columns of a label, by their number modulo 8; v (forward) and dout have all of the first line, q and k those below:
  *
@@ -51,13 +52,13 @@ typedef struct verdict_case {
 static void shape_case(verdict_case *x)
 {
 #ifdef FAKE_CUDA_RUNTIME_API_H
-    const int64_t chain = 530, queries = 200;
+    const int64_t chain = 520, queries = 200;
     const int heads = 2;
 #else
     const int64_t chain = 40 * (x->d > 128 ? 64 : 128) + 18, queries = x->backward ? 134 : 330;
     const int heads = x->backward ? 4 : 8;
 #endif
-    x->queries = queries, x->keys = x->backward ? chain : 530;
+    x->queries = queries, x->keys = x->backward ? chain : 520;
     x->heads = x->kv_heads = heads;
     if (x->mask == CAUSAL) x->q_pos = x->keys - queries - 10;
     if (x->mask == GROUPED) x->queries = 130, x->q_pos = x->keys - 120, x->heads = 8, x->kv_heads = 2;
@@ -110,6 +111,18 @@ static int64_t target(const verdict_case *x, int64_t i, int h)
     return first < end ? first + (i * 197 + h * 89) % (end - first) : -1;
 }
 
+/* The column in which a row is 1: rows of other tiles, halves and heads have others at the same place. */
+static int column_of(const verdict_case *x, int64_t row, int h)
+{
+    return (int)((row + 5 * (row / 64) + 67 * h) % x->d);
+}
+
+/* Whether column c counts the row's step of 16, among `steps` columns; times what it is. */
+static float step_value(int64_t row, int c, int steps)
+{
+    return c % steps == row / 16 % steps ? (float)(1 + c / steps) : 0;
+}
+
 /* Bit `at` of a key's code of 16, +1 or -1: its number and the parity, so two keys differ in two bits at least. */
 static float code(int64_t key, int at)
 {
@@ -150,7 +163,7 @@ static float scale_of(const verdict_case *x, int run)
 
 static float q_value(const verdict_case *x, int run, int64_t i, int h, int c)
 {
-    const int column = (int)((i + 64 * h) % x->d), at = c % 8;
+    const int column = column_of(x, i, h), at = c % 8;
     if (run == CHECK_RUN) return c == 0 ? 4 : hash(T_Q, i, h, c) % (uint32_t)x->d < 8 ? any(T_O, i, h, c, 2) : 0;
     if (run == LABELS) return at < 3 ? short_label(i, h, c, at) : at < 6 ? 0 : 8 * code(target(x, i, h), c / 8 % 8 * 2 + at - 6);
     if (run == COLUMNS) return c == column ? 8 : 0;
@@ -161,7 +174,7 @@ static float q_value(const verdict_case *x, int run, int64_t i, int h, int c)
 
 static float k_value(const verdict_case *x, int run, int64_t j, int h, int c)
 {
-    const int column = (int)(j % x->d), at = c % 8;
+    const int column = column_of(x, j, 0), at = c % 8;
     if (run == CHECK_RUN) return c == 0 ? -40 : any(T_K, j, h, c, 1);
     if (run == LABELS) return at < 3 ? 0 : at < 6 ? short_label(j, h, c, at - 3) : code(j, c / 8 % 8 * 2 + at - 6);
     if (run == COLUMNS) return c == column ? 8 : 0;
@@ -173,17 +186,17 @@ static float k_value(const verdict_case *x, int run, int64_t j, int h, int c)
 static float v_value(const verdict_case *x, int run, int64_t j, int h, int c)
 {
     if (run == CHECK_RUN) return any(T_V, j, h, c, 8);
-    if (run == GRADS) return c == j % x->d ? 8 : 0;
+    if (run == GRADS) return c == column_of(x, j, 0) ? 8 : 0;
     if (x->backward) return 0;
-    return run == LABELS ? label(j, h, c) : run == COLUMNS ? c == j % x->d : c == j / 16 % x->d;
+    return run == LABELS ? label(j, h, c) : run == COLUMNS ? c == column_of(x, j, 0) : step_value(j, c, 32);
 }
 
 static float dout_value(const verdict_case *x, int run, int64_t i, int h, int c)
 {
     if (run == CHECK_RUN) return any(T_DOUT, i, h, c, 2);
     if (run == LABELS) return label(i, h, c);
-    if (run == COUNTS) return c == i / 16 % x->d;
-    return c == (i + 64 * h) % x->d ? (run == GRADS ? 8 : 1) : 0;
+    if (run == COUNTS) return step_value(i, c, 32);
+    return c == column_of(x, i, h) ? (run == GRADS ? 8 : 1) : 0;
 }
 
 static float delta_value(int run, int64_t i, int h)
