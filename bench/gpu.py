@@ -41,7 +41,7 @@ build/gpu/logs. Needs nvcc, a C compiler and Python 3; no Meson. Exit status: 0;
   --minutes N       at most so long in all (20, or without a limit with --stage)
   --quick           a few small cases without limits of time, to see that it works
   --program FILE    measure with this gpu (bench/gpu.c), built elsewhere, and with the other programs of its folder
-  --objects FOLDER  link the kernels that Meson has built in this folder
+  --objects FOLDER  link the kernels that Meson has built in this folder, into RESULTS/programs
   --results FOLDER  where figures go
 
 A device for a few minutes, on a machine without a network (docs/benchmarks.md, "A GPU for fifteen minutes"):
@@ -565,11 +565,18 @@ def bundle(run, folder):
     os.replace(path + '.part', path)
 
 
+def programs_of(options):
+    """The folder of the programs."""
+    if options.program:
+        return os.path.dirname(os.path.abspath(options.program))
+    return os.path.join(options.results, 'programs') if options.objects else BUILD
+
+
 def brief(options):
     os.makedirs(options.results, exist_ok=True)
     out, began = options.results, time.monotonic()
     with tempfile.TemporaryDirectory() as options.results:
-        run = Run(options, os.path.dirname(options.program) if options.program else BUILD)
+        run = Run(options, programs_of(options))
         run.ends['run'] = began + (SECOND if options.second else BRIEF) - TABLE
         bad = run_stages(run, stages_of(options), lambda: bundle(run, out))
         made = gpu_table.lines(run.results)[:LINES]
@@ -634,7 +641,7 @@ def main():
     if options.brief:
         bad = brief(options)
     else:
-        run = Run(options, os.path.dirname(options.program) if options.program else BUILD)
+        run = Run(options, programs_of(options))
         if options.minutes or not (options.stage or options.quick or options.pack):
             run.ends['run'] = time.monotonic() + 60 * (options.minutes or 20)
         bad = run_stages(run, {'pack': None} if options.pack else stages_of(options))

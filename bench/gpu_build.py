@@ -1,6 +1,6 @@
 """gpu_build.py -- programs for a CUDA device: built here, packed for a machine without a network, unpacked there
 
-    build(run)       kernels by nvcc, programs by cc, into build/gpu
+    build(run)       kernels by nvcc, programs by cc, into run.programs
     pack(run)        the same for 9.0, and all of them in one file, build/gpu.tar.xz
     unpack(run)      that file's programs, into build/gpu; refused if it was packed from another tree
 """
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tarfile
 
-from gpu_run import BUILD, DEVICE_LIST, Failed, TOP
+from gpu_run import DEVICE_LIST, Failed, TOP
 
 sys.path.insert(0, os.path.join(TOP, 'tests', 'cuda'))
 import sass  # pylint: disable=wrong-import-position
@@ -82,7 +82,7 @@ def frontend(options):
 
 
 def jansson():
-    """How to link it, whole where the archive is there: the machine with the device may not have it. None: not installed."""
+    """How to link it: whole, where the archive is there, as the machine with the device may lack it. None: not there."""
     archive = find(['/usr/lib/*/libjansson.a', '/usr/lib*/libjansson.a', '/usr/local/lib/libjansson.a'])
     shared = find(['/usr/lib/*/libjansson.so', '/usr/lib*/libjansson.so', '/usr/local/lib/libjansson.so'])
     return [archive] if archive else ['-ljansson'] if shared else None
@@ -117,12 +117,12 @@ class Plan:
             if not os.path.exists(path):
                 raise Failed(f'Meson has not built {path}')
             return path
-        path = os.path.join(BUILD, name)
+        path = os.path.join(self.run.programs, name)
         self.kernels[path] = self.nvcc_command(source, path)
         return path
 
     def unit(self, name, source, flags=()):
-        path = os.path.join(BUILD, f'{name}.main.o')
+        path = os.path.join(self.run.programs, f'{name}.main.o')
         places = ['-I', TOP, '-I', os.path.join(TOP, 'tests'), '-isystem', f'{toolkit()}/include']
         cpu = ['-mavx2', '-mfma'] if os.uname().machine == 'x86_64' else []
         self.units[path] = [self.cc, *C_FLAGS, *cpu, *self.flags, *flags, *places, '-c', os.path.join(TOP, source),
@@ -130,14 +130,14 @@ class Plan:
         return path
 
     def host_cpp(self, name, source, headers):
-        path = os.path.join(BUILD, name)
+        path = os.path.join(self.run.programs, name)
         self.units[path] = [self.cxx, '-std=c++17', '-O1', '-DCUDNN_FRONTEND_SKIP_JSON_LIB', *self.flags, '-I', TOP,
                             '-isystem', headers,
                             '-isystem', f'{toolkit()}/include', '-c', os.path.join(TOP, source), '-o', path]
         return path
 
     def link_command(self, name):
-        return [self.cxx, *self.links[name], '-o', os.path.join(BUILD, name), f'-L{toolkit()}/lib64',
+        return [self.cxx, *self.links[name], '-o', os.path.join(self.run.programs, name), f'-L{toolkit()}/lib64',
                 '-Wl,-rpath,/usr/local/cuda/lib64', f'-Wl,-rpath,{toolkit()}/lib64', '-lcublas', '-lcudart', '-lm',
                 '-lpthread']
 
@@ -172,14 +172,15 @@ def plan(run, arch):
     return made
 
 
-# Every product of warpgroups waits for the one before: a kernel that is right so, and wrong otherwise, has a hazard there.
+# Every product of warpgroups waits for the one before: a kernel that is right so, and wrong otherwise, has a hazard.
 COMMIT = 'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");'
 SERIAL = COMMIT + ' asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");'
 
 
 def plan_serial(made):
     """The verdict over a copy of the kernels that is changed so."""
-    top, path = os.path.join(BUILD, 'serial'), os.path.join(BUILD, 'serial.o')
+    folder = made.run.programs
+    top, path = os.path.join(folder, 'serial'), os.path.join(folder, 'serial.o')
     shutil.rmtree(top, ignore_errors=True)
     shutil.copytree(os.path.join(TOP, 'upipe'), os.path.join(top, 'upipe'))
     os.makedirs(os.path.join(top, 'examples'))
@@ -215,7 +216,7 @@ def check_machine_code(run, compiled):
 
 
 def build(run, packing=False):
-    os.makedirs(BUILD, exist_ok=True)
+    os.makedirs(run.programs, exist_ok=True)
     arch = '90' if packing else (run.ask_driver('compute_cap') or '8.0').replace('.', '')
     made = plan(run, '90a' if arch == '90' else arch)  # Hopper's own instructions
     if packing:
@@ -227,13 +228,13 @@ def build(run, packing=False):
     warned = {path: command for path, command in made.kernels.items()
               if os.path.basename(path) in bad and run.left() != 0}  # out of time is no warning
     if warned:
-        run.report(f'warning: {" ".join(map(os.path.basename, warned))} compiled without the checks of warnings, spills and '
-                   'serialized products')
+        run.report(f'warning: {" ".join(map(os.path.basename, warned))} compiled without the checks of warnings, spills '
+                   'and serialized products')
         bad = [name for name in bad if name not in map(os.path.basename, warned)] + compile_all(run, named(warned))
     if bad:
         raise Failed(f'failed: {" ".join(bad)}')
     if '09_cuda.o' in map(os.path.basename, made.kernels) and made.arch == '90a':
-        check_machine_code(run, os.path.join(BUILD, '09_cuda.o'))
+        check_machine_code(run, os.path.join(run.programs, '09_cuda.o'))
     bad = compile_all(run, [(f'link_{name}', made.link_command(name)) for name in made.links])
     if bad:
         raise Failed(f'failed: {" ".join(bad)}')
@@ -293,17 +294,18 @@ def pack(run):
     keep_machine_code(run, table)
     manifest = {'commit': commit(), 'sources': sources_hash(), 'nvcc': nvcc_release(run),
                 'programs': sorted(made.links)}
-    with open(os.path.join(BUILD, MANIFEST), 'w', encoding='utf-8') as out:
+    with open(os.path.join(run.programs, MANIFEST), 'w', encoding='utf-8') as out:
         json.dump(manifest, out, indent=1)
     filters = [{'id': lzma.FILTER_LZMA2, 'preset': 3, 'dict_size': WINDOW}]
     with lzma.open(PACK + '.part', 'wb', filters=filters) as out, tarfile.open(fileobj=out, mode='w') as archive:
         for name in [MANIFEST, *sorted(made.links)]:
-            add(archive, name, os.path.join(BUILD, name))
+            add(archive, name, os.path.join(run.programs, name))
     size = os.path.getsize(PACK + '.part')
     if size > PACK_BYTES:
         raise Failed(f'the pack has {size / 2**20:.1f} MiB, more than {PACK_BYTES >> 20}')
     os.replace(PACK + '.part', PACK)
-    run.report(f'wrote {os.path.relpath(PACK, TOP)}: {len(made.links)} programs of commit {manifest["commit"]}, {size / 2**20:.1f} MiB')
+    run.report(f'wrote {os.path.relpath(PACK, TOP)}: {len(made.links)} programs of commit {manifest["commit"]}, '
+               f'{size / 2**20:.1f} MiB')
 
 
 def nvcc_release(run):
@@ -314,10 +316,10 @@ def nvcc_release(run):
 def unpack(run):
     if not os.path.exists(PACK):
         raise Failed(f'there is no {os.path.relpath(PACK, TOP)}: run gpu.py --pack where nvcc is')
-    os.makedirs(BUILD, exist_ok=True)
+    os.makedirs(run.programs, exist_ok=True)
     with tarfile.open(PACK, 'r:xz') as archive:
         manifest = json.load(archive.extractfile(MANIFEST))
         if manifest['sources'] != sources_hash():
             raise Failed(f'{os.path.relpath(PACK, TOP)} was packed from another tree, commit {manifest["commit"]}')
-        archive.extractall(BUILD, filter='data')
+        archive.extractall(run.programs, filter='data')
     run.report(f'unpacked {len(manifest["programs"])} programs of commit {manifest["commit"]}')

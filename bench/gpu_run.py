@@ -94,7 +94,7 @@ class Run:
     def __init__(self, options, programs):
         self.options, self.programs = options, programs
         self.results = options.results
-        self.logs = os.path.join(options.results if options.brief else BUILD, 'logs')
+        self.logs = os.path.join(options.results if options.brief or options.objects else BUILD, 'logs')
         self.ends = {'run': float('inf'), 'stage': float('inf')}
         self.began = time.monotonic()
         self.avoid = {}  # head dim of a kernel -> set of 'fwd90', 'bwd90'

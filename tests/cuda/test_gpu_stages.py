@@ -306,21 +306,21 @@ def test_sessions(_):
 def test_pack(folder):
     """A pack comes back whole, and only over the tree that it was made from."""
     made = mock.Mock(links={name: ['09_cuda.o'] for name in PROGRAMS})
-    options = mock.Mock(results=folder, brief=False, quick=False, lines=10)
+    options = mock.Mock(results=folder, brief=False, quick=False, objects=None, lines=10)
     build, there = os.path.join(folder, 'gpu'), os.path.join(folder, 'there')
     os.makedirs(build)
     for name in PROGRAMS:
         write(os.path.join(build, name), f'#!/bin/sh\n# {name}')
         os.chmod(os.path.join(build, name), 0o755)
     output = io.StringIO()
-    with mock.patch.multiple(gpu_build, BUILD=build, PACK=os.path.join(folder, 'pack'),
+    with mock.patch.multiple(gpu_build, PACK=os.path.join(folder, 'pack'),
                              KEPT=os.path.join(folder, 'kept'),
                              build=lambda _run, packing: made, nccl=lambda: '/', jansson=lambda: ['-ljansson'],
                              nvcc=lambda: 'true'), \
             contextlib.redirect_stderr(output):
         run = gpu_run.Run(options, build)
         gpu_build.pack(run)
-        gpu_build.BUILD = there
+        run.programs = there
         gpu_build.unpack(run)
         for name in PROGRAMS:
             equal(read(os.path.join(there, name)), read(os.path.join(build, name)), f'{name}, unpacked,')
@@ -335,7 +335,8 @@ def test_pack(folder):
                     check(False, f'accepted: {sentence}')
                 except gpu_run.Failed as failure:
                     check(sentence in str(failure), str(failure))
-        with mock.patch.multiple(gpu_build, PACK_BYTES=100, BUILD=build):
+        with mock.patch.multiple(gpu_build, PACK_BYTES=100):
+            run.programs = build
             try:
                 gpu_build.pack(run)
                 check(False, 'a pack that is too large')
