@@ -143,10 +143,12 @@ def test_share(_):
     """Blocks of a row of logits wait for one another: ranks that could hold all places of a device are refused."""
     if not there('train'):
         return
-    flags = [*MODEL, '--tokens', '60', '--heads', '12', '--kv-heads', '12', '--steps', '1', '--device', 'cuda', '--ranks']
-    for vocab, ranks, status in (8192, '12', 0), (16385, '5', 0), (16385, '6', 1): # pieces of 8,192; four processors, 12 places
-        said = 'loss' if status == 0 else f'{ranks} ranks share a device; with a vocabulary of {vocab} it takes 5 at most'
-        ends(status, said, 'train', *flags, ranks, '--vocab', str(vocab), '--model-dim', '384' if ranks == '12' else '120')
+    flags = [*MODEL, '--tokens', '60', '--heads', '12', '--kv-heads', '12', '--model-dim', '120', '--steps', '0', '--device',
+             'cuda', '--ranks']
+    # pieces of 8,192 logits; four processors, 12 places
+    for vocab, ranks, status in (8192, 6, 0), (16385, 5, 0), (16385, 6, 1):
+        said = f'{ranks} ranks share a device; with a vocabulary of {vocab} it takes 5 at most' if status else 'parameters'
+        ends(status, said, 'train', *flags, str(ranks), '--vocab', str(vocab))
 
 
 def test_lazy(_):
