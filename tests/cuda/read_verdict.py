@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 
 RESULTS = ('o', 'lse', 'dq', 'dk', 'dv')
+SHIFTS = (-128, -64, -32, -16, -8, 8, 16, 32, 64, 128)  # of rows that belong to another part of a tile, or another tile
 
 # kind -> what it means
 KINDS = {
@@ -143,7 +144,12 @@ class Evidence:
     def target(self, i, h):
         """The key that a query finds in the run of labels; None: it sees none."""
         first, end = self.visible(i)
-        return first + (i * 197 + h * 89) % (end - first) if first < end else None
+        return first + (i * 171 + h * 89) % (end - first) if first < end else None
+
+    def rows_with(self, t, columns):
+        """How many rows of a result have one of these columns in the runs of columns."""
+        return sum((row + 5 * (row // 64) + (0 if t.name != 'o' else 67 * h)) % self.d in columns
+                   for row in range(t.n) for h in range(t.h))
 
     def blind(self, i):
         """Whether a query sees nothing, or nothing of the tile of keys with which its block begins."""
@@ -203,6 +209,12 @@ class Labels:
         return len(found) >= 4 and len(found) >= 0.2 * len(self.all)
 
 
+def agree(values):
+    """Whether two numbers in five are the same: chance does not make that."""
+    counts = Counter(values)
+    return counts.most_common(1)[0][1] >= 0.4 * sum(counts.values())
+
+
 def shift_kind(shift, tile):
     return {8: 'lane', 16: 'K step'}.get(abs(shift), 'half' if abs(shift) < tile else 'tile')
 
@@ -213,6 +225,17 @@ def shift_kind(shift, tile):
 def hangs(e):
     if e.watch:
         return 'wait', f'{e.watch} blocks stand still: {e.call.get("hangs", "")}'
+    return None
+
+
+def excess(e):
+    """Scores above the greatest that any two rows have: forward, by lse, where one key has all the weight."""
+    lse = e.wrong('labels').get('lse')
+    most_keys = math.log(e.keys) + 1
+    found = [chunk for chunk in lse.chunks if chunk[3][0] is not None and chunk[3][0] > chunk[4][0] + most_keys] if lse else []
+    if len(found) >= 4:
+        return 'accumulation', f'lse is up to {max(chunk[3][0] for chunk in found):g} where no score is above ' \
+                               f'{found[0][4][0]:g}, in {len(found)} rows and more: scores begin with something'
     return None
 
 
@@ -239,11 +262,12 @@ def displaced(e):
             return 'head', f'{name} has head {most(got[1] for _, _, got, _ in heads)} where head ' \
                            f'{most(want[1] for _, _, _, want in heads)} belongs: {len(heads)} of {len(labels.all)} chunks'
         chunks = [x for x in labels.known if x[2][2] != x[3][2]]
-        if labels.some(chunks):
+        if labels.some(chunks) and agree(abs(got[2] - want[2]) for _, _, got, want in chunks):
             return chunks_kind(name, labels, chunks)
         rows = [x for x in labels.strange if x[2][0] != x[3][0]]
-        if labels.some(rows):
-            return rows_kind(e, name, rows)
+        found = rows_kind(e, name, rows) if labels.some(rows) else None
+        if found is not None:
+            return found
     return None
 
 
@@ -259,22 +283,24 @@ def chunks_kind(name, labels, chunks):
 
 
 def rows_kind(e, name, rows):
-    away = Counter(got[0] - want[0] for _, _, got, want in rows)
+    away = Counter(abs(got[0] - want[0]) for _, _, got, want in rows)
     shift, count = away.most_common(1)[0]
     side = ('keys', e.key_tile) if name in ('o', 'dq') else ('queries', e.query_tile)
     # or the result of a neighbour: whose target is it?
     found = Counter()
     for head, row, got, _ in rows:
         if name in ('o', 'dq'):
-            found.update(s for s in (-128, -64, -32, -16, -8, 8, 16, 32, 64, 128) if e.target(row + s, head) == got[0])
+            found.update(abs(s) for s in SHIFTS if e.target(row + s, head) == got[0])
         else:
             key = e.target(got[0], got[1])
-            found.update([key - row] if key is not None else [])
+            found.update([abs(key - row)] if key is not None else [])
     row_shift, row_count = found.most_common(1)[0] if found else (0, 0)
+    if max(row_count, count) < 0.4 * len(rows):
+        return None
     if row_count > count:
         tile = e.query_tile if name in ('o', 'dq') else e.key_tile
-        return shift_kind(row_shift, tile), f'{name} has the result of a row {row_shift:+d} away ({row_count} of {len(rows)} chunks)'
-    return shift_kind(shift, side[1]), f'{name} has what {side[0]} {shift:+d} rows away bring ({count} of {len(rows)} chunks)'
+        return shift_kind(row_shift, tile), f'{name} has the result of a row {row_shift} away ({row_count} of {len(rows)} chunks)'
+    return shift_kind(shift, side[1]), f'{name} has what {side[0]} {shift} rows away bring ({count} of {len(rows)} chunks)'
 
 
 def factors(e):
@@ -352,13 +378,12 @@ def products(e):
                 return 'swizzle phase', words
             return 'panel' if all(x % 32 == 0 for x in whole) else 'K step', words
         if away and sum(away.values()) > sum(lost.values()):
-            tests = (-128, -64, -32, -16, -8, 8, 16, 32, 64, 128)
             fits = Counter({s: sum(n for x, n in away.items() if abs((x - s - 5 * round(s / 64)) % e.d - 1) <= 1 or
-                                   (x - s - 5 * round(s / 64)) % e.d == e.d - 1) for s in tests})
+                                   (x - s - 5 * round(s / 64)) % e.d == e.d - 1) for s in SHIFTS})
             shift, count = fits.most_common(1)[0]
             if count >= 0.5 * sum(away.values()):
                 return shift_kind(shift, e.query_tile), f'{what}: rows {shift:+d} away come in ({count} of {sum(away.values())})'
-        if lost:
+        if len(lost) >= 6 and sum(lost.values()) * t.every >= 0.7 * e.rows_with(t, lost):
             steps = sorted({column // 16 for column in lost})
             panels = {column // 64 for column in lost}
             whole = all(sum(x // 4 == panel for x in steps) * 16 >= min(64, e.d - panel * 64) for panel in panels)
@@ -442,7 +467,7 @@ def mixed(e):
     return None
 
 
-RULES = (hangs, never_written, displaced, factors, not_numbers, strangers, mixed, products, counted)
+RULES = (hangs, never_written, excess, displaced, factors, products, not_numbers, strangers, mixed, counted)
 
 
 def most(values):
