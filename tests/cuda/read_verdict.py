@@ -154,7 +154,8 @@ class Evidence:
     def blind(self, i):
         """Whether a query sees nothing, or nothing of the tile of keys with which its block begins."""
         block = range(i // self.query_tile * self.query_tile, min(self.queries, (i // self.query_tile + 1) * self.query_tile))
-        ends = [self.visible(row)[1] for row in block]
+        # behind the last packed sequence a row's tiles are those that it would see without these
+        ends = [row + 1 if self.borders and row >= self.borders[-1] else self.visible(row)[1] for row in block]
         mine = self.visible(i)[1]
         return mine == 0 or (not self.backward and (mine - 1) // self.key_tile < (max(ends) - 1) // self.key_tile)
 
@@ -232,7 +233,8 @@ def excess(e):
     """Scores above the greatest that any two rows have: forward, by lse, where one key has all the weight."""
     lse = e.wrong('labels').get('lse')
     most_keys = math.log(e.keys) + 1
-    found = [chunk for chunk in lse.chunks if chunk[3][0] is not None and chunk[3][0] > chunk[4][0] + most_keys] if lse else []
+    found = [chunk for chunk in lse.chunks if None not in chunk[3] and math.isfinite(chunk[4][0]) and
+             chunk[3][0] > chunk[4][0] + most_keys] if lse else []
     if len(found) >= 4:
         return 'accumulation', f'lse is up to {max(chunk[3][0] for chunk in found):g} where no score is above ' \
                                f'{found[0][4][0]:g}, in {len(found)} rows and more: scores begin with something'
@@ -249,6 +251,16 @@ def never_written(e):
             heads = sorted({chunk[0] for chunk in t.chunks})
             return ('missing store' if e.backward else 'items',
                     f'{name}: {t.unwritten} of {t.n * t.h * t.d} never written, in rows {spans(tiles, 64)}, heads {heads}')
+    return None
+
+
+def not_merged(e):
+    """What is merged into holds what was there."""
+    lse = e.wrong('labels').get('lse') if e.mask == 'merge' else None
+    found = [chunk for chunk in lse.chunks if chunk[3][0] == -math.inf] if lse else []
+    if found:
+        return 'items', f'{len(found)} of {len(lse.chunks)} wrong rows are as they were before the call, ' \
+                        f'in rows {spans(sorted({chunk[1] // 64 for chunk in found}), 64)}'
     return None
 
 
@@ -356,9 +368,13 @@ def met(e, run, name):
         gone, new = own - set(got), set(got) - own
         for column in own:
             lost[column] += column in gone and not new
-            odd[column] += column not in gone and not new
+            odd[column] += column not in gone or bool(new)
             pairs.update((column, other) for other in new if len(new) <= 4)
     return pairs, +lost, +odd
+
+
+def of_step(columns, step):
+    return sum(count for column, count in columns.items() if column // 16 == step)
 
 
 def products(e):
@@ -383,11 +399,13 @@ def products(e):
             shift, count = fits.most_common(1)[0]
             if count >= 0.5 * sum(away.values()):
                 return shift_kind(shift, e.query_tile), f'{what}: rows {shift:+d} away come in ({count} of {sum(away.values())})'
-        if len(lost) >= 6 and sum(lost.values()) * t.every >= 0.7 * e.rows_with(t, lost):
-            steps = sorted({column // 16 for column in lost})
-            panels = {column // 64 for column in lost}
+        # a step of which nearly all rows have lost their column, and not some
+        steps = sorted(x for x in {column // 16 for column in lost}
+                       if of_step(lost, x) >= 4 and of_step(lost, x) >= 0.8 * (of_step(lost, x) + of_step(odd, x)))
+        if steps and sum(lost.values()) * t.every >= 0.7 * e.rows_with(t, lost):
+            panels = {x // 4 for x in steps}
             whole = all(sum(x // 4 == panel for x in steps) * 16 >= min(64, e.d - panel * 64) for panel in panels)
-            twice = sorted({column // 16 for column in odd})
+            twice = sorted({column // 16 for column in odd} - set(steps))
             return 'panel' if whole else 'K step', f'{what}: columns {spans(steps, 16)} meet nothing' + \
                 (f', {spans(twice, 16)} come otherwise' if twice else '')
     return None
@@ -403,9 +421,10 @@ def counted(e):
 
 def counted_forward(e, wrong):
     labels, columns = e.wrong('labels'), e.wrong('columns')
-    if 'lse' in labels and 'lse' in columns and 'o' not in labels:
+    if 'lse' in labels and 'lse' in columns and \
+            ('o' not in labels or labels['o'].wrong < 0.1 * e.d * labels['lse'].wrong):
         return 'accumulation', f'lse is wrong in {labels["lse"].wrong} rows even where one key has all the weight, and o is ' \
-                               'right there: scores begin with something'
+                               'right in nearly all of them: scores begin with something'
     if 'lse' not in wrong:
         rows = Counter(row // 8 % 2 for _, row, _, _, _ in wrong['o'].chunks)
         if not rows[0]:
@@ -449,17 +468,15 @@ def counted_backward(wrong):
 
 def strangers(e):
     """Rows that should have nothing have something."""
-    for name, t in e.wrong('labels').items():
-        if name != 'lse':
-            seen = [chunk for chunk in t.chunks if not any(chunk[4]) and any(chunk[3])]
-            if len(seen) >= 0.5 * len(t.chunks):
-                return 'mask', f'{name}: rows {spans(sorted({chunk[1] for chunk in seen}), 1)}, which see nothing, have found keys'
-    return None
+    lse = e.wrong('labels').get('lse')
+    seen = {chunk[1] for chunk in lse.chunks if chunk[4][0] == -math.inf and None not in chunk[3] and
+            math.isfinite(chunk[3][0])} if lse else None
+    return ('mask', f'rows {spans(sorted(seen), 1)}, which see nothing, have found keys') if seen else None
 
 
 def mixed(e):
-    t = e.wrong('labels').get('o')
-    if t is not None and not e.wrong('counts'):
+    t, counts = e.wrong('labels').get('o'), e.wrong('counts')
+    if t is not None and 'lse' not in counts and ('o' not in counts or counts['o'].wrong < 0.02 * t.wrong):
         found = [x for x in Labels(e, t).all if x[2] == 'other']
         if found:
             return 'lane', f'o mixes keys where one has all the weight ({len(found)} chunks), and where all keys weigh the ' \
@@ -467,7 +484,7 @@ def mixed(e):
     return None
 
 
-RULES = (hangs, never_written, excess, displaced, factors, products, not_numbers, strangers, mixed, counted)
+RULES = (hangs, never_written, not_merged, excess, strangers, displaced, factors, products, not_numbers, mixed, counted)
 
 
 def most(values):
