@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 
 RESULTS = ('o', 'lse', 'dq', 'dk', 'dv')
+SHIFTS = (-128, -64, -32, -16, -8, 8, 16, 32, 64, 128)  # of rows that belong to another part of a tile, or another tile
 
 # kind -> what it means
 KINDS = {
@@ -143,12 +144,18 @@ class Evidence:
     def target(self, i, h):
         """The key that a query finds in the run of labels; None: it sees none."""
         first, end = self.visible(i)
-        return first + (i * 197 + h * 89) % (end - first) if first < end else None
+        return first + (i * 171 + h * 89) % (end - first) if first < end else None
+
+    def rows_with(self, t, columns):
+        """How many rows of a result have one of these columns in the runs of columns."""
+        return sum((row + 5 * (row // 64) + (0 if t.name != 'o' else 67 * h)) % self.d in columns
+                   for row in range(t.n) for h in range(t.h))
 
     def blind(self, i):
         """Whether a query sees nothing, or nothing of the tile of keys with which its block begins."""
         block = range(i // self.query_tile * self.query_tile, min(self.queries, (i // self.query_tile + 1) * self.query_tile))
-        ends = [self.visible(row)[1] for row in block]
+        # behind the last packed sequence a row's tiles are those that it would see without these
+        ends = [row + 1 if self.borders and row >= self.borders[-1] else self.visible(row)[1] for row in block]
         mine = self.visible(i)[1]
         return mine == 0 or (not self.backward and (mine - 1) // self.key_tile < (max(ends) - 1) // self.key_tile)
 
@@ -203,6 +210,12 @@ class Labels:
         return len(found) >= 4 and len(found) >= 0.2 * len(self.all)
 
 
+def agree(values):
+    """Whether two numbers in five are the same: chance does not make that."""
+    counts = Counter(values)
+    return counts.most_common(1)[0][1] >= 0.4 * sum(counts.values())
+
+
 def shift_kind(shift, tile):
     return {8: 'lane', 16: 'K step'}.get(abs(shift), 'half' if abs(shift) < tile else 'tile')
 
@@ -213,6 +226,18 @@ def shift_kind(shift, tile):
 def hangs(e):
     if e.watch:
         return 'wait', f'{e.watch} blocks stand still: {e.call.get("hangs", "")}'
+    return None
+
+
+def excess(e):
+    """Scores above the greatest that any two rows have: forward, by lse, where one key has all the weight."""
+    lse = e.wrong('labels').get('lse')
+    most_keys = math.log(e.keys) + 1
+    found = [chunk for chunk in lse.chunks if None not in chunk[3] and math.isfinite(chunk[4][0]) and
+             chunk[3][0] > chunk[4][0] + most_keys] if lse else []
+    if len(found) >= 4:
+        return 'accumulation', f'lse is up to {max(chunk[3][0] for chunk in found):g} where no score is above ' \
+                               f'{found[0][4][0]:g}, in {len(found)} rows and more: scores begin with something'
     return None
 
 
@@ -229,6 +254,16 @@ def never_written(e):
     return None
 
 
+def not_merged(e):
+    """What is merged into holds what was there."""
+    lse = e.wrong('labels').get('lse') if e.mask == 'merge' else None
+    found = [chunk for chunk in lse.chunks if chunk[3][0] == -math.inf] if lse else []
+    if found:
+        return 'items', f'{len(found)} of {len(lse.chunks)} wrong rows are as they were before the call, ' \
+                        f'in rows {spans(sorted({chunk[1] // 64 for chunk in found}), 64)}'
+    return None
+
+
 def displaced(e):
     for name, t in e.wrong('labels').items():
         if name == 'lse':
@@ -239,11 +274,12 @@ def displaced(e):
             return 'head', f'{name} has head {most(got[1] for _, _, got, _ in heads)} where head ' \
                            f'{most(want[1] for _, _, _, want in heads)} belongs: {len(heads)} of {len(labels.all)} chunks'
         chunks = [x for x in labels.known if x[2][2] != x[3][2]]
-        if labels.some(chunks):
+        if labels.some(chunks) and agree(abs(got[2] - want[2]) for _, _, got, want in chunks):
             return chunks_kind(name, labels, chunks)
         rows = [x for x in labels.strange if x[2][0] != x[3][0]]
-        if labels.some(rows):
-            return rows_kind(e, name, rows)
+        found = rows_kind(e, name, rows) if labels.some(rows) else None
+        if found is not None:
+            return found
     return None
 
 
@@ -259,22 +295,24 @@ def chunks_kind(name, labels, chunks):
 
 
 def rows_kind(e, name, rows):
-    away = Counter(got[0] - want[0] for _, _, got, want in rows)
+    away = Counter(abs(got[0] - want[0]) for _, _, got, want in rows)
     shift, count = away.most_common(1)[0]
     side = ('keys', e.key_tile) if name in ('o', 'dq') else ('queries', e.query_tile)
     # or the result of a neighbour: whose target is it?
     found = Counter()
     for head, row, got, _ in rows:
         if name in ('o', 'dq'):
-            found.update(s for s in (-128, -64, -32, -16, -8, 8, 16, 32, 64, 128) if e.target(row + s, head) == got[0])
+            found.update(abs(s) for s in SHIFTS if e.target(row + s, head) == got[0])
         else:
             key = e.target(got[0], got[1])
-            found.update([key - row] if key is not None else [])
+            found.update([abs(key - row)] if key is not None else [])
     row_shift, row_count = found.most_common(1)[0] if found else (0, 0)
+    if max(row_count, count) < 0.4 * len(rows):
+        return None
     if row_count > count:
         tile = e.query_tile if name in ('o', 'dq') else e.key_tile
-        return shift_kind(row_shift, tile), f'{name} has the result of a row {row_shift:+d} away ({row_count} of {len(rows)} chunks)'
-    return shift_kind(shift, side[1]), f'{name} has what {side[0]} {shift:+d} rows away bring ({count} of {len(rows)} chunks)'
+        return shift_kind(row_shift, tile), f'{name} has the result of a row {row_shift} away ({row_count} of {len(rows)} chunks)'
+    return shift_kind(shift, side[1]), f'{name} has what {side[0]} {shift} rows away bring ({count} of {len(rows)} chunks)'
 
 
 def factors(e):
@@ -330,9 +368,13 @@ def met(e, run, name):
         gone, new = own - set(got), set(got) - own
         for column in own:
             lost[column] += column in gone and not new
-            odd[column] += column not in gone and not new
+            odd[column] += column not in gone or bool(new)
             pairs.update((column, other) for other in new if len(new) <= 4)
     return pairs, +lost, +odd
+
+
+def of_step(columns, step):
+    return sum(count for column, count in columns.items() if column // 16 == step)
 
 
 def products(e):
@@ -352,17 +394,18 @@ def products(e):
                 return 'swizzle phase', words
             return 'panel' if all(x % 32 == 0 for x in whole) else 'K step', words
         if away and sum(away.values()) > sum(lost.values()):
-            tests = (-128, -64, -32, -16, -8, 8, 16, 32, 64, 128)
             fits = Counter({s: sum(n for x, n in away.items() if abs((x - s - 5 * round(s / 64)) % e.d - 1) <= 1 or
-                                   (x - s - 5 * round(s / 64)) % e.d == e.d - 1) for s in tests})
+                                   (x - s - 5 * round(s / 64)) % e.d == e.d - 1) for s in SHIFTS})
             shift, count = fits.most_common(1)[0]
             if count >= 0.5 * sum(away.values()):
                 return shift_kind(shift, e.query_tile), f'{what}: rows {shift:+d} away come in ({count} of {sum(away.values())})'
-        if lost:
-            steps = sorted({column // 16 for column in lost})
-            panels = {column // 64 for column in lost}
+        # a step of which nearly all rows have lost their column, and not some
+        steps = sorted(x for x in {column // 16 for column in lost}
+                       if of_step(lost, x) >= 4 and of_step(lost, x) >= 0.8 * (of_step(lost, x) + of_step(odd, x)))
+        if steps and sum(lost.values()) * t.every >= 0.7 * e.rows_with(t, lost):
+            panels = {x // 4 for x in steps}
             whole = all(sum(x // 4 == panel for x in steps) * 16 >= min(64, e.d - panel * 64) for panel in panels)
-            twice = sorted({column // 16 for column in odd})
+            twice = sorted({column // 16 for column in odd} - set(steps))
             return 'panel' if whole else 'K step', f'{what}: columns {spans(steps, 16)} meet nothing' + \
                 (f', {spans(twice, 16)} come otherwise' if twice else '')
     return None
@@ -378,9 +421,10 @@ def counted(e):
 
 def counted_forward(e, wrong):
     labels, columns = e.wrong('labels'), e.wrong('columns')
-    if 'lse' in labels and 'lse' in columns and 'o' not in labels:
+    if 'lse' in labels and 'lse' in columns and \
+            ('o' not in labels or labels['o'].wrong < 0.1 * e.d * labels['lse'].wrong):
         return 'accumulation', f'lse is wrong in {labels["lse"].wrong} rows even where one key has all the weight, and o is ' \
-                               'right there: scores begin with something'
+                               'right in nearly all of them: scores begin with something'
     if 'lse' not in wrong:
         rows = Counter(row // 8 % 2 for _, row, _, _, _ in wrong['o'].chunks)
         if not rows[0]:
@@ -424,17 +468,15 @@ def counted_backward(wrong):
 
 def strangers(e):
     """Rows that should have nothing have something."""
-    for name, t in e.wrong('labels').items():
-        if name != 'lse':
-            seen = [chunk for chunk in t.chunks if not any(chunk[4]) and any(chunk[3])]
-            if len(seen) >= 0.5 * len(t.chunks):
-                return 'mask', f'{name}: rows {spans(sorted({chunk[1] for chunk in seen}), 1)}, which see nothing, have found keys'
-    return None
+    lse = e.wrong('labels').get('lse')
+    seen = {chunk[1] for chunk in lse.chunks if chunk[4][0] == -math.inf and None not in chunk[3] and
+            math.isfinite(chunk[3][0])} if lse else None
+    return ('mask', f'rows {spans(sorted(seen), 1)}, which see nothing, have found keys') if seen else None
 
 
 def mixed(e):
-    t = e.wrong('labels').get('o')
-    if t is not None and not e.wrong('counts'):
+    t, counts = e.wrong('labels').get('o'), e.wrong('counts')
+    if t is not None and 'lse' not in counts and ('o' not in counts or counts['o'].wrong < 0.02 * t.wrong):
         found = [x for x in Labels(e, t).all if x[2] == 'other']
         if found:
             return 'lane', f'o mixes keys where one has all the weight ({len(found)} chunks), and where all keys weigh the ' \
@@ -442,7 +484,7 @@ def mixed(e):
     return None
 
 
-RULES = (hangs, never_written, displaced, factors, not_numbers, strangers, mixed, products, counted)
+RULES = (hangs, never_written, not_merged, excess, strangers, displaced, factors, products, not_numbers, mixed, counted)
 
 
 def most(values):

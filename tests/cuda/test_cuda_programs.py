@@ -388,8 +388,8 @@ exec "$PROGRAM" "$@"
 
 # The programs of a pack, as they are built for the fake.
 PACKED = {**{name: f'fake_{name}' for name in ('gpu', 'train', 'compare', '08_nccl', '09_cuda')},
-          **{name: f'test_cuda_{name}' for name in ('maps', 'probe', 'watchdog', 'verdict')},
-          'test_cuda_graph': 'test_cuda_graph'}
+          **{name: f'test_cuda_{name}' for name in ('maps', 'probe', 'watchdog')},
+          'verdict': 'verdict', 'test_cuda_graph': 'test_cuda_graph'}
 
 
 def test_brief(folder):

@@ -108,7 +108,7 @@ static int64_t target(const verdict_case *x, int64_t i, int h)
     const upipe_attn a = mask_of(x);
     int64_t first, end;
     upipe_attn_visible(&a, i, &first, &end);
-    return first < end ? first + (i * 197 + h * 89) % (end - first) : -1;
+    return first < end ? first + (i * 171 + h * 89) % (end - first) : -1;
 }
 
 /* The column in which a row is 1: rows of other tiles, halves and heads have others at the same place. */

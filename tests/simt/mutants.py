@@ -51,7 +51,7 @@ class Mutant:
     def __init__(self, number, header, program, bug):
         self.number, self.header, self.program = number, header, program
         self.build, self.bug = ('race', bug[6:]) if bug.startswith('race: ') else ('', bug)
-        self.old, self.new = '', ''
+        self.old, self.new, self.verdict = '', '', ''
         race = ' under the race detector' if self.build else ''
         self.test = f'test_cuda_{self.program}{race}'
 
@@ -65,8 +65,10 @@ def read_list(path):
         heading = re.fullmatch(r'(\S+\.h) (\w+)', line)
         if heading:
             below = heading.groups()
-        elif line[0] not in '-+' and below:
+        elif line[0] not in '-+=' and below:
             mutants.append(Mutant(len(mutants) + 1, *below, line))
+        elif line[0] == '=' and mutants and not mutants[-1].old:
+            mutants[-1].verdict = line[1:].strip()
         elif line[0] == '-' and mutants and not mutants[-1].new:
             mutants[-1].old = ' '.join([*mutants[-1].old.split(), *line[1:].split()])
         elif line[0] == '+' and mutants and mutants[-1].old:
