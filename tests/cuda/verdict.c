@@ -26,7 +26,7 @@
 #endif
 
 enum { RIGHT = 0, WRONG = 1, USAGE = 2, HANGS = 3, FAILED = 4, NOT_HERE = 77 };
-enum { SHOWN = 1100, LINE = 256 };                        /* chunks of a tensor in a file; bytes of one, about */
+enum { SHOWN = 1100, LINE = 256 }; /* chunks of a tensor in a file; bytes of one, about */
 enum { UNWRITTEN16 = 0xf3de, BINS = 4, BINS_MOST = 128 }; /* what lies there before: -3.5e31 */
 
 static const char *const bin_names[BINS] = {"row%64", "row%8", "column/8", "row/64"};
@@ -60,7 +60,8 @@ static void case_words(const verdict_case *x, char *to, size_t bytes)
 
 static upipe_dtype type_of(const verdict_case *x, int t)
 {
-    if (is_f32(x) || t == T_LSE || t == T_DELTA || t == T_DK || t == T_DV || (t == T_O && x->mask == MERGE)) return UPIPE_F32;
+    if (is_f32(x) || t == T_LSE || t == T_DELTA || t == T_DK || t == T_DV || (t == T_O && x->mask == MERGE))
+        return UPIPE_F32;
     return UPIPE_BF16;
 }
 
@@ -126,7 +127,8 @@ static void make_call(verdict *v)
     }
     v->store = malloc(most);
     v->g.a = mask_of(x);
-    v->g.a.q = view[T_Q], v->g.a.k = view[T_K], v->g.a.v = view[T_V], v->g.a.o = view[T_O], v->g.a.lse = view[T_LSE];
+    v->g.a.q = view[T_Q], v->g.a.k = view[T_K], v->g.a.v = view[T_V], v->g.a.o = view[T_O],
+    v->g.a.lse = view[T_LSE];
     v->g.a.merge = x->mask == MERGE;
     v->g.dout = view[T_DOUT], v->g.delta = view[T_DELTA];
     v->g.dq = view[T_DQ], v->g.dk = view[T_DK], v->g.dv = view[T_DV];
@@ -163,7 +165,8 @@ static upipe_status call(verdict *v, int run)
         if (!is_output(x, k)) continue;
         UPIPE_TRY(dev.ops.copy(&dev.c, v->store, v->there[k], bytes));
         for (int64_t e = 0; e < elements(t); ++e)
-            t->got[e] = type_of(x, k) == UPIPE_F32 ? ((float *)v->store)[e] : upipe_bf16_to_f32(((uint16_t *)v->store)[e]);
+            t->got[e] = type_of(x, k) == UPIPE_F32 ? ((float *)v->store)[e]
+                                                   : upipe_bf16_to_f32(((uint16_t *)v->store)[e]);
     }
     return UPIPE_OK;
 }
@@ -207,7 +210,8 @@ static void count_wrong(const verdict *v, int k, count *x)
         x->chunks += in_chunk++ == 0;
         x->nan += isnan(t->got[e]);
         x->unwritten += is_unwritten(v, k, t->got[e]);
-        ++x->bin[0][i % 64], ++x->bin[1][i % 8], ++x->bin[2][c / 8], ++x->bin[3][i / 64 < BINS_MOST ? i / 64 : BINS_MOST - 1];
+        ++x->bin[0][i % 64], ++x->bin[1][i % 8], ++x->bin[2][c / 8],
+            ++x->bin[3][i / 64 < BINS_MOST ? i / 64 : BINS_MOST - 1];
     }
 }
 
@@ -227,7 +231,8 @@ static void say_bins(const int64_t *bin, int n, char *to, size_t bytes)
         if (end - first == n)
             snprintf(to, bytes, "all");
         else
-            at += (size_t)snprintf(to + at, bytes - at, end - first == 1 ? "%s%d" : "%s%d-%d", at > 0 ? "," : "", first, end - 1);
+            at += (size_t)snprintf(to + at, bytes - at, end - first == 1 ? "%s%d" : "%s%d-%d",
+                                   at > 0 ? "," : "", first, end - 1);
     }
 }
 
@@ -251,11 +256,12 @@ static void say_first(const tensor *t, int k, const count *x)
 {
     const int64_t e = x->first;
     int64_t there;
-    printf("; first %s head %lld row %lld column %lld got %g want %g", tensor_names[k], (long long)(e / t->d % t->h),
-           (long long)(e / t->d / t->h), (long long)(e % t->d), (double)t->got[e], (double)t->x[e]);
+    printf("; first %s head %lld row %lld column %lld got %g want %g", tensor_names[k],
+           (long long)(e / t->d % t->h), (long long)(e / t->d / t->h), (long long)(e % t->d),
+           (double)t->got[e], (double)t->x[e]);
     if (right_at(t, e, &there))
-        printf(" (right at head %lld row %lld column %lld)", (long long)(there / t->d % t->h), (long long)(there / t->d / t->h),
-               (long long)(there % t->d + e % 8));
+        printf(" (right at head %lld row %lld column %lld)", (long long)(there / t->d % t->h),
+               (long long)(there / t->d / t->h), (long long)(there % t->d + e % 8));
     for (int b = 0; b < BINS; ++b) {
         char text[LINE];
         say_bins(x->bin[b], bins_of(t, b), text, sizeof text);
@@ -282,8 +288,9 @@ static void write_tensor(FILE *out, const verdict *v, int k)
     count_wrong(v, k, &x);
     every = (x.chunks + SHOWN - 1) / SHOWN;
     while (every > 1 && (every % 2 == 0 || every % 3 == 0)) ++every; /* all heads have their share */
-    fprintf(out, "tensor %s %lld %d %d wrong %lld nan %lld unwritten %lld every %lld\n", tensor_names[k], (long long)t->n, t->h,
-            t->d, (long long)x.wrong, (long long)x.nan, (long long)x.unwritten, (long long)every);
+    fprintf(out, "tensor %s %lld %d %d wrong %lld nan %lld unwritten %lld every %lld\n", tensor_names[k],
+            (long long)t->n, t->h, t->d, (long long)x.wrong, (long long)x.nan, (long long)x.unwritten,
+            (long long)every);
     for (int b = 0; b < BINS && x.wrong > 0; ++b) {
         fprintf(out, "bins %s", bin_names[b]);
         for (int i = 0; i < bins_of(t, b); ++i) fprintf(out, " %lld", (long long)x.bin[b][i]);
@@ -295,8 +302,8 @@ static void write_tensor(FILE *out, const verdict *v, int k)
         for (int c = 0; c < n; ++c) wrong |= is_wrong(t, e + c);
         in_row |= wrong;
         if (!wrong || at % every != 0) continue;
-        fprintf(out, "%s %lld %lld %lld /", tensor_names[k], (long long)(e / t->d % t->h), (long long)(e / t->d / t->h),
-                (long long)(e % t->d));
+        fprintf(out, "%s %lld %lld %lld /", tensor_names[k], (long long)(e / t->d % t->h),
+                (long long)(e / t->d / t->h), (long long)(e % t->d));
         for (int c = 0; c < n; ++c) write_number(out, v, k, t->got[e + c]);
         fputs(" /", out);
         for (int c = 0; c < n; ++c) write_number(out, v, k, t->x[e + c]);
@@ -325,8 +332,8 @@ static FILE *open_evidence(const char *path, const verdict *v)
     fprintf(out, "borders");
     for (int64_t b = 0; b <= v->g.a.mask.cu_seqlens_n && v->g.a.mask.cu_seqlens != NULL; ++b)
         fprintf(out, " %lld", (long long)v->g.a.mask.cu_seqlens[b]);
-    fprintf(out, "\nscale %g\ncapability %d\nprocessors %d\nmargin %d\nchoice %s\n", (double)scale_of(x, LABELS), dev.cuda.capability, dev.cuda.processors,
-            dev.cuda.margin, choice);
+    fprintf(out, "\nscale %g\ncapability %d\nprocessors %d\nmargin %d\nchoice %s\n",
+            (double)scale_of(x, LABELS), dev.cuda.capability, dev.cuda.processors, dev.cuda.margin, choice);
     return out;
 }
 
@@ -337,13 +344,14 @@ static int failed(const char *words, const verdict *v, const char *path)
 {
 #if WITH_WATCH
     char text[UPIPE_CUDA_WATCH_TEXT];
-    if (upipe_cuda_watch_say(dev.cuda.watch, text, sizeof text) > 0) {
+    if (upipe_cuda_watch_text(dev.cuda.watch, text, sizeof text) > 0) {
         const upi_cuda_watch_record *all = (const upi_cuda_watch_record *)dev.cuda.watch;
         FILE *out = open_evidence(path, v);
         for (int i = 0; out != NULL && i < UPI_CUDA_WATCH_RECORDS; ++i) {
             if (all[i].d == 0) continue;
             fprintf(out, "watch %d ", i);
-            for (size_t b = 0; b < sizeof all[i]; ++b) fprintf(out, "%02x", ((const unsigned char *)&all[i])[b]);
+            for (size_t b = 0; b < sizeof all[i]; ++b)
+                fprintf(out, "%02x", ((const unsigned char *)&all[i])[b]);
             fputc('\n', out);
         }
         if (out != NULL) {
@@ -372,17 +380,21 @@ static int run_case(verdict *v, const char *words, const char *path)
         return FAILED;
     }
     if (x->kernel == 90 && dev.cuda.capability / 10 != 9) {
-        printf("%s: not for a device of compute capability %d.%d\n", words, dev.cuda.capability / 10, dev.cuda.capability % 10);
+        printf("%s: not for a device of compute capability %d.%d\n", words, dev.cuda.capability / 10,
+               dev.cuda.capability % 10);
         return NOT_HERE;
     }
 #if WITH_WATCH
-    if (upipe_cuda_host_slab(&dev.cuda.watch, UPIPE_CUDA_WATCH, &dev.c.err) != UPIPE_OK) return failed(words, v, path);
+    if (upipe_cuda_host_slab(&dev.cuda.watch, UPIPE_CUDA_WATCH, &dev.c.err) != UPIPE_OK)
+        return failed(words, v, path);
     memset(dev.cuda.watch, 0, UPIPE_CUDA_WATCH);
 #endif
     make_call(v);
     make_run(x, CHECK_RUN, v->t);
     if (test_failures > 0 || call(v, CHECK_RUN) != UPIPE_OK) return failed(words, v, path);
-    if (strstr(choice, x->kernel == 90 ? "kernels for 9.0" : x->kernel == 80 ? "kernels for 8.0" : "kernels for f32") == NULL) {
+    if (strstr(choice, x->kernel == 90   ? "kernels for 9.0"
+                       : x->kernel == 80 ? "kernels for 8.0"
+                                         : "kernels for f32") == NULL) {
         printf("%s: FAILED another kernel ran: %s\n", words, choice);
         return FAILED;
     }
@@ -397,7 +409,9 @@ static int run_case(verdict *v, const char *words, const char *path)
     }
     printf("%s: WRONG", words);
     for (k = 0; k < TENSORS; ++k)
-        if (is_output(x, k)) printf(" %s %lld/%lld", tensor_names[k], (long long)wrong[k].wrong, (long long)elements(&v->t[k]));
+        if (is_output(x, k))
+            printf(" %s %lld/%lld", tensor_names[k], (long long)wrong[k].wrong,
+                   (long long)elements(&v->t[k]));
     say_first(&v->t[first], first, &wrong[first]);
     out = open_evidence(path, v);
     if (out != NULL) write_run(out, v, CHECK_RUN);

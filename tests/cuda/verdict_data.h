@@ -64,7 +64,8 @@ static void shape_case(verdict_case *x)
     if (x->mask == GROUPED) x->queries = 130, x->q_pos = x->keys - 120, x->heads = 8, x->kv_heads = 2;
     if (x->mask == PACKED_RUNS) x->queries = x->keys = 660, x->heads = x->kv_heads = 2;
     x->seen = x->keys;
-    if (x->mask == ITEMS) { /* two heads fill the cache: sections of 2, 2 and 1; the first queries see nothing */
+    if (x->mask ==
+        ITEMS) { /* two heads fill the cache: sections of 2, 2 and 1; the first queries see nothing */
         x->queries = 400, x->q_pos = -100;
         x->seen = 384; /* of 300 keys: a tile's hidden values are multiplied by 0 */
         x->keys = (32 << 20) / (4 * x->d) / 2 - 100;
@@ -132,8 +133,8 @@ static float code(int64_t key, int at)
 
 static float label(int64_t row, int h, int c)
 {
-    const float x[8] = {(float)(64 + row % 64), (float)(row / 64), (float)h, (float)(c / 8), 1, (float)(1 + row % 59),
-                        (float)(1 + c / 8), 1};
+    const float x[8] = {(float)(64 + row % 64), (float)(row / 64),  (float)h, (float)(c / 8), 1,
+                        (float)(1 + row % 59),  (float)(1 + c / 8), 1};
     return x[c % 8];
 }
 
@@ -154,7 +155,7 @@ static int stats_t(int64_t i, int h)
 
 static float scale_of(const verdict_case *x, int run)
 {
-    if (run == LABELS) return x->d < 128 ? 1 : x->d < 256 ? 0.5f : 0.25f; /* a target's score is 128 to 192 */
+    if (run == LABELS) return x->d < 128 ? 2 : x->d < 256 ? 0.5f : 0.25f; /* a target's score is 128 to 384 */
     if (run == COLUMNS) return 0.5f;
     if (run == COUNTS && x->backward) return 1;
     if (run == GRADS) return 1.0f / 64;
@@ -164,8 +165,12 @@ static float scale_of(const verdict_case *x, int run)
 static float q_value(const verdict_case *x, int run, int64_t i, int h, int c)
 {
     const int column = column_of(x, i, h), at = c % 8;
-    if (run == CHECK_RUN) return c == 0 ? 4 : hash(T_Q, i, h, c) % (uint32_t)x->d < 8 ? any(T_O, i, h, c, 2) : 0;
-    if (run == LABELS) return at < 3 ? short_label(i, h, c, at) : at < 6 ? 0 : 8 * code(target(x, i, h), c / 8 % 8 * 2 + at - 6);
+    if (run == CHECK_RUN)
+        return c == 0 ? 4 : hash(T_Q, i, h, c) % (uint32_t)x->d < 8 ? any(T_O, i, h, c, 2) : 0;
+    if (run == LABELS)
+        return at < 3   ? short_label(i, h, c, at)
+               : at < 6 ? 0
+                        : 8 * code(target(x, i, h), c / 8 % 8 * 2 + at - 6);
     if (run == COLUMNS) return c == column ? 8 : 0;
     if (run == GRADS) return c == column / 2 * 2 ? (column % 2 ? 64 : 1) : 0;
     if (!x->backward) return c == 0 ? (float)(i / 8 % 2) : 0;
@@ -176,7 +181,8 @@ static float k_value(const verdict_case *x, int run, int64_t j, int h, int c)
 {
     const int column = column_of(x, j, 0), at = c % 8;
     if (run == CHECK_RUN) return c == 0 ? -40 : any(T_K, j, h, c, 1);
-    if (run == LABELS) return at < 3 ? 0 : at < 6 ? short_label(j, h, c, at - 3) : code(j, c / 8 % 8 * 2 + at - 6);
+    if (run == LABELS)
+        return at < 3 ? 0 : at < 6 ? short_label(j, h, c, at - 3) : code(j, c / 8 % 8 * 2 + at - 6);
     if (run == COLUMNS) return c == column ? 8 : 0;
     if (run == GRADS) return c == column / 2 * 2 + 1 ? (column % 2 ? 64 : 1) : 0;
     if (!x->backward) return c == 0 ? (float)((x->seen - 1 - j) / 64) : 0;
@@ -246,21 +252,23 @@ static void add(float *to, float *slack, double f, const float *x, int n)
     }
 }
 
-/* Absolute terms become how far a result may be off. `terms`: bits to which the terms are rounded, `store`: the result. */
+/* Absolute terms become how far a result may be off. `terms`: bits to which these are rounded, `store`: the result. */
 static void bound(tensor *t, int terms, int store)
 {
     for (int64_t e = 0; e < t->n * t->h * t->d; ++e)
         t->slack[e] = ldexpf(t->slack[e], -terms) + ldexpf(fabsf(t->x[e]), -store) + 1e-6f;
 }
 
-static void forward_row(const verdict_case *x, int run, tensor *t, int64_t i, int h, int64_t first, int64_t end, double *s)
+static void forward_row(const verdict_case *x, int run, tensor *t, int64_t i, int h, int64_t first,
+                        int64_t end, double *s)
 {
     const int kv = h / (x->heads / x->kv_heads);
     float *o = row_of(&t[T_O], t[T_O].x, i, h), *slack = row_of(&t[T_O], t[T_O].slack, i, h);
     float *lse = row_of(&t[T_LSE], t[T_LSE].x, i, h);
     double top = -INFINITY, sum = 0;
     for (int64_t j = first; j < end; ++j) {
-        s[j] = (double)scale_of(x, run) * dot(row_of(&t[T_Q], t[T_Q].x, i, h), row_of(&t[T_K], t[T_K].x, j, kv), x->d);
+        s[j] = (double)scale_of(x, run) *
+               dot(row_of(&t[T_Q], t[T_Q].x, i, h), row_of(&t[T_K], t[T_K].x, j, kv), x->d);
         if (s[j] > top) top = s[j];
     }
     if (x->mask == MERGE && *lse > top) top = *lse;
@@ -276,7 +284,8 @@ static void forward_row(const verdict_case *x, int run, tensor *t, int64_t i, in
     *row_of(&t[T_LSE], t[T_LSE].slack, i, h) = 1e-4f;
 }
 
-static void backward_row(const verdict_case *x, int run, tensor *t, int64_t i, int h, int64_t first, int64_t end, double *s)
+static void backward_row(const verdict_case *x, int run, tensor *t, int64_t i, int h, int64_t first,
+                         int64_t end, double *s)
 {
     const int kv = h / (x->heads / x->kv_heads), d = x->d;
     const float *q = row_of(&t[T_Q], t[T_Q].x, i, h), *dout = row_of(&t[T_DOUT], t[T_DOUT].x, i, h);
