@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """read_verdict.py FILE... -- names the kind of fault that the evidence of tests/cuda/verdict.c shows
 
-A paragraph a file: the case; the kind; the numbers on which that rests; which lines of the kernel make it. What the runs
-are, and what their numbers mean, is in verdict_data.h. The first rule that holds names the kind, so the order of RULES is
-part of them: what was never written or came from elsewhere says more than what it has led to.
+A paragraph a file: the case; the kind; the numbers on which that rests; which lines of the kernel make it. What the
+runs are, and what their numbers mean, is in verdict_data.h. The first rule that holds names the kind, so the order of
+RULES is part of them: what was never written or came from elsewhere says more than what it has led to.
 """
 
 import math
@@ -197,9 +197,11 @@ class Labels:
 
     def __init__(self, e, tensor):
         self.name, self.all = tensor.name, []
-        for head, row, _, got, want in tensor.chunks:
+        for head, row, column, got, want in tensor.chunks:
             want = decode(tensor.name, want, e.scale)
-            if isinstance(want, tuple):
+            # of dk and dv a sum of several may look like a label
+            if isinstance(want, tuple) and want[2] == column // 8 and (
+                    self.name in ('o', 'dq') or e.target(want[0], want[1]) == row):
                 self.all.append((head, row, decode(tensor.name, got, e.scale), want))
         self.known = [x for x in self.all if isinstance(x[2], tuple) and (e.backward or abs(x[2][3] - 1) < 0.01)]
         # of dk and dv the terms that do not belong to the row
@@ -249,8 +251,10 @@ def never_written(e):
                 return 'missing store', f'{name}: columns {spans(columns, 8)} are never written'
             tiles = [i for i, count in enumerate(t.bins['row/64']) if count]
             heads = sorted({chunk[0] for chunk in t.chunks})
-            return ('missing store' if e.backward else 'items',
-                    f'{name}: {t.unwritten} of {t.n * t.h * t.d} never written, in rows {spans(tiles, 64)}, heads {heads}')
+            lse = e.result('check', 'lse')
+            return ('missing store' if e.backward or not lse.unwritten else 'items',
+                    f'{name}: {t.unwritten} of {t.n * t.h * t.d} never written, in rows {spans(tiles, 64)}, heads {heads}' +
+                    ('' if e.backward or lse.unwritten else ', and lse is'))
     return None
 
 
@@ -311,7 +315,8 @@ def rows_kind(e, name, rows):
         return None
     if row_count > count:
         tile = e.query_tile if name in ('o', 'dq') else e.key_tile
-        return shift_kind(row_shift, tile), f'{name} has the result of a row {row_shift} away ({row_count} of {len(rows)} chunks)'
+        return shift_kind(row_shift, tile), \
+            f'{name} has the result of a row {row_shift} away ({row_count} of {len(rows)} chunks)'
     return shift_kind(shift, side[1]), f'{name} has what {side[0]} {shift} rows away bring ({count} of {len(rows)} chunks)'
 
 
@@ -356,7 +361,7 @@ def not_numbers(e):
 
 
 def met(e, run, name):
-    """From a run of columns: Counter of (own column, other column that came in), lost columns, those that came otherwise."""
+    """From a run of columns: Counter of (own column, other column that came in), lost columns, those that came otherwise; and the rows."""
     rows, pairs, lost, odd = {}, Counter(), Counter(), Counter()
     t = e.result(run, name)
     for head, row, column, got, want in t.chunks:
@@ -370,7 +375,7 @@ def met(e, run, name):
             lost[column] += column in gone and not new
             odd[column] += column not in gone or bool(new)
             pairs.update((column, other) for other in new if len(new) <= 4)
-    return pairs, +lost, +odd
+    return pairs, +lost, +odd, len(rows)
 
 
 def of_step(columns, step):
@@ -383,17 +388,17 @@ def products(e):
         t = e.result(run, name)
         if t is None or not t.wrong or t.nan:
             continue
-        pairs, lost, odd = met(e, run, name)
+        pairs, lost, odd, rows = met(e, run, name)
         away = Counter()
         for (own, other), count in pairs.items():
             away[other - own] += count
         whole = {x: n for x, n in away.items() if x % 8 == 0}
-        if sum(whole.values()) >= 0.5 * max(1, sum(away.values())) and whole:
+        if whole and sum(whole.values()) >= max(0.5 * sum(away.values()), 0.25 * rows):
             words = f'{what}: columns meet those {", ".join(f"{x:+d}" for x in list(whole)[:4])} away'
             if any(x % 16 for x in whole):
                 return 'swizzle phase', words
             return 'panel' if all(x % 32 == 0 for x in whole) else 'K step', words
-        if away and sum(away.values()) > sum(lost.values()):
+        if away and sum(away.values()) > max(sum(lost.values()), 0.25 * rows):
             fits = Counter({s: sum(n for x, n in away.items() if abs((x - s - 5 * round(s / 64)) % e.d - 1) <= 1 or
                                    (x - s - 5 * round(s / 64)) % e.d == e.d - 1) for s in SHIFTS})
             shift, count = fits.most_common(1)[0]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """test_verdict.py VERDICT [TOP BUILD] -- every case of verdict is right; bugs of the kernels are named by read_verdict.py
 
-VERDICT is the program, linked with the emulator or for a device; TOP is the tree, BUILD Meson's folder of tests/cuda. On a
-device, without these, all cases run. On the emulator the ordinary run takes a share of them and three bugs. The full run
-(UPIPE_FULL=1) takes all cases, and bugs as long as 60 s last; UPIPE_MUTANTS=all takes all bugs.
+VERDICT is the program, linked with the emulator or for a device; TOP is the tree, BUILD Meson's folder of tests/cuda. On
+a device, without these, all cases run. On the emulator the ordinary run takes a share of them and three bugs. The full
+run (UPIPE_FULL=1) takes all cases, and bugs as long as 60 s last; UPIPE_MUTANTS=all takes all bugs.
 
-A bug is one of simt/mutants.txt that gives a wrong number, or one of PLANTED: faults that no line of these lists has, and a
-device could. verdict must print the case as wrong, and the reader must name the kind that stands beside the bug.
+A bug is one of simt/mutants.txt that gives a wrong number, or one of PLANTED: faults that no line of these lists has, and
+a device could. verdict must print the case as wrong, and the reader must name the kind that stands beside the bug.
 """
 
 import concurrent.futures
@@ -34,9 +34,9 @@ PLANTED = (
      'upi_wgmma_further(k, i / 4 * KEYS * 128 + i % 4 * 32)', 'upi_wgmma_further(k, i / 4 * KEYS * 128 + i % 2 * 64)'),
     ('upipe_cuda_attn_fwd90.h', 'a step of V is that of its neighbour', 'fwd90 128 causal: K step',
      'upi_wgmma_further(v, i * 16 * 128), 1);', 'upi_wgmma_further(v, (i ^ 1) * 16 * 128), 1);'),
-    ('upipe_cuda_attn_fwd90.h', 'panels of K are exchanged', 'fwd90 128 causal: panel',
+    ('upipe_cuda_attn_fwd90.h', 'panels of K have each other's place', 'fwd90 128 causal: panel',
      'upi_wgmma_further(k, i / 4 * KEYS * 128', 'upi_wgmma_further(k, (i / 4 ^ 1) * KEYS * 128'),
-    ('upipe_cuda_attn_fwd90.h', 'rows of o and those 8 below are exchanged', 'fwd90 64 full: lane',
+    ('upipe_cuda_attn_fwd90.h', 'rows of o have the place of those 8 below', 'fwd90 64 full: lane',
      'upi_pack_bf16(o[4 * i], o[4 * i + 1]), upi_pack_bf16(o[4 * i + 2], o[4 * i + 3]),',
      'upi_pack_bf16(o[4 * i + 2], o[4 * i + 3]), upi_pack_bf16(o[4 * i], o[4 * i + 1]),'),
     ('upipe_cuda_attn_bwd90.h', 'every block stores its dQ where it should add', 'bwd90 128 full: turns',
@@ -104,7 +104,7 @@ def bugs(top):
     for number, (header, bug, verdict, old, new) in enumerate(PLANTED):
         every.append(mutants.Mutant(1000 + number, header, 'verdict', bug))
         every[-1].verdict, every[-1].old, every[-1].new = verdict, old, new
-    equal([mutant.bug for mutant in every if ': ' not in mutant.verdict], [], 'bugs of which mutants.txt does not say what verdict shows')
+    equal([mutant.bug for mutant in every if ': ' not in mutant.verdict], [], 'bugs without a line of what verdict shows')
     mutants.check_places(top, every)
     return [mutant for mutant in every if not mutant.verdict.startswith('none: ')]
 
@@ -116,7 +116,8 @@ def try_bug(shop, mutant):
     status, said = run([shop.build(name, mutant, True), *case.split(), '--evidence', evidence])
     shutil.rmtree(os.path.join(shop.scratch, name))
     named = ''
-    if check(status == 1 and said.startswith(f'{case}: WRONG ') and said.count('\n') == 1, f'{mutant.bug}: status {status}: {said}'):
+    wrong = status == 1 and said.startswith(f'{case}: WRONG ') and said.count('\n') == 1
+    if check(wrong, f'{mutant.bug}: status {status}: {said}'):
         check(os.path.getsize(evidence) <= 2 << 20, f'{mutant.bug}: {os.path.getsize(evidence)} bytes of evidence')
         named = read(evidence)
     print(f'{mutant.header[11:-2]}: {mutant.bug}  [{case}: {named}]', flush=True)

@@ -155,7 +155,7 @@ static int stats_t(int64_t i, int h)
 
 static float scale_of(const verdict_case *x, int run)
 {
-    if (run == LABELS) return x->d < 128 ? 1 : x->d < 256 ? 0.5f : 0.25f; /* a target's score is 128 to 192 */
+    if (run == LABELS) return x->d < 128 ? 2 : x->d < 256 ? 0.5f : 0.25f; /* a target's score is 128 to 384 */
     if (run == COLUMNS) return 0.5f;
     if (run == COUNTS && x->backward) return 1;
     if (run == GRADS) return 1.0f / 64;
@@ -252,7 +252,7 @@ static void add(float *to, float *slack, double f, const float *x, int n)
     }
 }
 
-/* Absolute terms become how far a result may be off. `terms`: bits to which the terms are rounded, `store`: the result. */
+/* Absolute terms become how far a result may be off. `terms`: bits to which these are rounded, `store`: the result. */
 static void bound(tensor *t, int terms, int store)
 {
     for (int64_t e = 0; e < t->n * t->h * t->d; ++e)
