@@ -376,7 +376,6 @@ static int run_case(verdict *v, const char *words, const char *path)
                dev.cuda.capability % 10);
         return NOT_HERE;
     }
-#if WITH_WATCH
     if (upipe_cuda_host_slab(&dev.cuda.watch, UPIPE_CUDA_WATCH, &dev.c.err) != UPIPE_OK)
         return failed(words, v, path);
     memset(dev.cuda.watch, 0, UPIPE_CUDA_WATCH);
