@@ -34,7 +34,7 @@ PLANTED = (
      'upi_wgmma_further(k, i / 4 * KEYS * 128 + i % 4 * 32)', 'upi_wgmma_further(k, i / 4 * KEYS * 128 + i % 2 * 64)'),
     ('upipe_cuda_attn_fwd90.h', 'a step of V is that of its neighbour', 'fwd90 128 causal: K step',
      'upi_wgmma_further(v, i * 16 * 128), 1);', 'upi_wgmma_further(v, (i ^ 1) * 16 * 128), 1);'),
-    ('upipe_cuda_attn_fwd90.h', 'panels of K have each other's place', 'fwd90 128 causal: panel',
+    ('upipe_cuda_attn_fwd90.h', 'panels of K change places', 'fwd90 128 causal: panel',
      'upi_wgmma_further(k, i / 4 * KEYS * 128', 'upi_wgmma_further(k, (i / 4 ^ 1) * KEYS * 128'),
     ('upipe_cuda_attn_fwd90.h', 'rows of o have the place of those 8 below', 'fwd90 64 full: lane',
      'upi_pack_bf16(o[4 * i], o[4 * i + 1]), upi_pack_bf16(o[4 * i + 2], o[4 * i + 3]),',
@@ -100,7 +100,8 @@ class Workshop(mutants.Workshop):
 def bugs(top):
     """Those that give a wrong number."""
     every = mutants.read_list(os.path.join(HERE, '..', 'simt', 'mutants.txt'))
-    every = [mutant for mutant in every if mutant.header in HEADERS and not mutant.build]
+    every = [mutant for mutant in every
+             if mutant.header in HEADERS and not mutant.build and mutant.program != 'watchdog']  # no result is wrong there
     for number, (header, bug, verdict, old, new) in enumerate(PLANTED):
         every.append(mutants.Mutant(1000 + number, header, 'verdict', bug))
         every[-1].verdict, every[-1].old, every[-1].new = verdict, old, new
