@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import signal
-import site
 import subprocess
 import sys
 import tempfile
@@ -82,8 +81,7 @@ def launch(command, seconds=None, env=None, stdin=''):
 
 def libraries():
     """The environment in which programs find NVIDIA's libraries where only Python packages have them."""
-    places = [*site.getsitepackages(), site.getusersitepackages()]
-    folders = [folder for place in places for folder in sorted(glob.glob(os.path.join(place, 'nvidia', '*', 'lib')))]
+    folders = [folder for place in sys.path for folder in sorted(glob.glob(os.path.join(place, 'nvidia', '*', 'lib')))]
     path = ':'.join([*filter(None, [os.environ.get('LD_LIBRARY_PATH')]), *folders])
     return {**os.environ, 'LD_LIBRARY_PATH': path} if path else dict(os.environ)
 

@@ -241,6 +241,16 @@ def test_wrong(_):
     check('gpu_attention.json' in held, f'no figures: {sorted(held)}')
 
 
+def test_all_wrong(_):
+    """Every kernel for 9.0 hangs: the lines are few, and the figures those of the kernels for 8.0."""
+    device = Device(hangs={f'{way}90 {dim}' for way in MASKS for dim in DIMS})
+    status, lines, held, table = go(device)
+    bounds(device, lines, gpu.BRIEF)
+    equal(status, 1, 'the status')
+    check('and 38 more, in gpu_verdict.json' in lines and table.count('left out, kernels for 8.0') == 5, '\n'.join(lines[:40]))
+    check({'gpu_attention.json', 'gpu_block.json', 'gpu_train.json', 'gpu_rows.json'} <= set(held), f'{sorted(held)}')
+
+
 def test_sticky(_):
     """A fault that ends our kernel's process: the others run again, each alone, and have figures."""
     device = Device(sticky=64)
@@ -345,5 +355,5 @@ def test_pack(folder):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('gpu_stages', test_good, test_hang, test_wrong, test_sticky, test_late_hang, test_lost, test_second,
+    sys.exit(run_tests('gpu_stages', test_good, test_hang, test_wrong, test_all_wrong, test_sticky, test_late_hang, test_lost, test_second,
                        test_sessions, test_pack))
