@@ -399,8 +399,9 @@ def products(e):
                 return 'swizzle phase', words
             return 'panel' if all(x % 32 == 0 for x in whole) else 'K step', words
         if away and sum(away.values()) > max(sum(lost.values()), 0.25 * rows):
-            fits = Counter({s: sum(n for x, n in away.items() if abs((x - s - 5 * round(s / 64)) % e.d - 1) <= 1 or
-                                   (x - s - 5 * round(s / 64)) % e.d == e.d - 1) for s in SHIFTS})
+            # a row 64 further has its column 69 further; dk tells pairs of columns
+            fits = Counter({s: sum(n for x, n in away.items() if (x - s - 5 * round(s / 64) + 1) % e.d <= 2)
+                            for s in SHIFTS})
             shift, count = fits.most_common(1)[0]
             if count >= 0.5 * sum(away.values()):
                 return shift_kind(shift, e.query_tile), f'{what}: rows {shift:+d} away come in ({count} of {sum(away.values())})'
