@@ -50,7 +50,8 @@ A device for a few minutes, on a machine without a network (docs/benchmarks.md, 
   --brief           unpacks that file, then the most telling cases of every stage from probe to test, within 480 s, at most
                     100 lines of output, the table last. RESULTS has table.md and everything else in one file,
                     gpu.tar.xz, after every stage
-  --brief --second  verdict, profile, sanitize and repeat, within 240 s: why, not what
+  --brief --second  verdict, profile, sanitize and repeat, within 240 s: why, not what. RESULTS has table_second.md and
+                    gpu_second.tar.xz
 """
 
 import argparse
@@ -58,6 +59,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -68,7 +70,8 @@ import time
 
 import gpu_build
 import gpu_table
-from gpu_run import BUILD, COMMAND, CONTESTANTS, TOP, Failed, Lost, Run, keep, kept, kill_session, number
+from gpu_run import (BUILD, COMMAND, CONTESTANTS, RUNNING, TOP, Failed, Lost, Run, end_all, keep, kept, kill_session,
+                     number)
 
 RESULTS = os.path.join(TOP, 'bench', 'results')
 PEERS = os.path.join(TOP, 'bench', 'gpu_peers.py')
@@ -76,7 +79,7 @@ KERNEL_DIMS = (64, 96, 128, 192, 256)
 BLOCK = ['--heads', '32', '--kv-heads', '8', '--head-dim', '128', '--model-dim', '4096']
 METHODS = [['--chunk', '32'], ['--chunk', '8'], ['--chunk', '8', '--overlap']]
 TRANSPORTS = ['threads', 'peer']
-VERDICT = 10  # seconds of a kernel and mask, the host's oracle included; one that hangs is ended after 3
+VERDICT = 25  # seconds of a kernel and mask that is wrong, whose traces the host makes; one that hangs ends after 3
 PEER = 60  # seconds of PyTorch and FlashAttention at a shape
 BRIEF, SECOND = 480, 240  # seconds of a run, its table included
 TABLE = 8  # of these, for the table and the last bundle
@@ -249,6 +252,7 @@ class Peers:
             # pylint: disable=consider-using-with
             self.process = subprocess.Popen([sys.executable, PEERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                             stderr=subprocess.DEVNULL, text=True, start_new_session=True)
+            RUNNING.add(self.process)
             threading.Thread(target=self.read, daemon=True).start()
 
     def read(self):
@@ -292,6 +296,7 @@ class Peers:
     def close(self):
         if self.process is not None:
             kill_session(self.process)
+            RUNNING.discard(self.process)
             self.process.wait()
             self.process = None
 
@@ -558,15 +563,20 @@ def stages_of(options):
 
 # ---- a device for a few minutes ----
 
-def bundle(run, folder):
-    """All that there is so far, in the one file that comes back: a run may be cut off at any time."""
-    path = os.path.join(folder, 'gpu.tar.xz')
+def bring_back(run, folder):
+    """All that there is so far, in the two files that come back: a run may be cut off at any time. Returns the table."""
+    second = '_second' if run.options.second else ''
+    path = os.path.join(folder, f'gpu{second}.tar.xz')
     with tarfile.open(path + '.part', 'w:xz', preset=1) as archive:
         for place, folders, names in os.walk(run.results):
             folders.sort()
             for name in sorted(names):
                 archive.add(os.path.join(place, name), os.path.relpath(os.path.join(place, name), run.results))
     os.replace(path + '.part', path)
+    lines = gpu_table.lines(run.results)[:LINES]
+    with open(os.path.join(folder, f'table{second}.md'), 'w', encoding='utf-8') as file:
+        file.write('\n'.join([*lines, '', *run.failed]) + '\n')
+    return lines
 
 
 def programs_of(options):
@@ -582,20 +592,17 @@ def brief(options):
     with tempfile.TemporaryDirectory() as options.results:
         run = Run(options, programs_of(options))
         run.ends['run'] = began + (SECOND if options.second else BRIEF) - TABLE
-        bad = run_stages(run, stages_of(options), lambda: bundle(run, out))
-        made = gpu_table.lines(run.results)[:LINES]
-        with open(os.path.join(out, 'table.md'), 'w', encoding='utf-8') as file:
-            file.write('\n'.join(made) + '\n')
-        print('\n'.join([*made, f'in all {time.monotonic() - began:.0f} s; failed: {" ".join(bad) or "nothing"}']),
-              flush=True)
+        bad = run_stages(run, stages_of(options), lambda: bring_back(run, out))
+        print('\n'.join([*bring_back(run, out),
+                         f'in all {time.monotonic() - began:.0f} s; failed: {" ".join(bad) or "nothing"}']), flush=True)
     return bad
 
 
 def run_stages(run, stages, after=lambda: None):
     """Names of the stages that failed. Without a device none but build, unpack, chart and table begin."""
     bad, device = [], None
-    run.peers, run.hung, run.has_cudnn = Peers(run) if set(stages) & {'roofline', 'attention', 'long',
-                                                                      'masks'} else None, set(), False
+    peers = set(stages) & {'roofline', 'attention', 'long', 'masks'}
+    run.peers, run.hung, run.has_cudnn, run.failed = Peers(run) if peers else None, set(), False, []
     try:
         for name, seconds in stages.items():
             if run.left() == 0:
@@ -614,6 +621,7 @@ def run_stages(run, stages, after=lambda: None):
                     STAGES[name][0](run)
                 except Failed as failure:
                     run.report(f'{name}: {failure}')
+                    run.failed.append(f'{name}: {failure}')
                     bad.append(name)
                     if isinstance(failure, Lost) or name in ('build', 'unpack', 'pack'):
                         break
@@ -639,8 +647,15 @@ def main():
     options = parser.parse_args()
     if options.second and not options.brief:
         parser.error('--second goes with --brief')
-    if options.brief and (options.stage or options.pack or options.minutes or options.resume):
-        parser.error('--brief has stages and minutes of its own, and resumes nothing')
+    if options.pack and (options.brief or options.stage or options.quick or options.resume or options.minutes or
+                         options.program or options.objects or options.results != RESULTS):
+        parser.error('--pack builds everything for 9.0 into build: of the other flags it takes --cudnn-frontend alone')
+    if options.brief and (options.stage or options.minutes or options.resume or options.objects):
+        parser.error('--brief has stages, minutes and programs of its own, and resumes nothing')
+    if options.program and not os.path.exists(options.program):
+        parser.error(f'--program {options.program}: there is no such file')
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, end_all)
     options.lines = LINES if options.brief else None
     if options.brief:
         bad = brief(options)

@@ -52,9 +52,19 @@ class Done:
         return lines[-1] if lines else f'exit status {self.status}'
 
 
+RUNNING = set()  # what launch has started, and waits for
+
+
 def kill_session(process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_all(number, _frame):
+    """At a signal: nothing that was started stays, though its sessions are not the script's."""
+    for process in list(RUNNING):
+        kill_session(process)
+    os._exit(128 + number)
 
 
 def launch(command, seconds=None, env=None, stdin=''):
@@ -66,12 +76,14 @@ def launch(command, seconds=None, env=None, stdin=''):
         given.seek(0)
         # pylint: disable=consider-using-with
         process = subprocess.Popen(command, cwd=TOP, env=env, stdin=given, stdout=out, stderr=err, start_new_session=True)
+        RUNNING.add(process)
         try:
             status = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             status = None
         finally:
             kill_session(process)
+            RUNNING.discard(process)
             with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it: then it is left behind
                 process.wait(timeout=LATE)
         out.seek(0)
@@ -115,7 +127,7 @@ class Run:
             if self.lines_left == 0:
                 return self.log(text)
             self.lines_left -= 1
-            print(text[:160], file=sys.stderr, flush=True)
+            print(text[:400], file=sys.stderr, flush=True)
         return self.log(text)
 
     # ---- time ----

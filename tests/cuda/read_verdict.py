@@ -523,16 +523,29 @@ def look_at(e, kind, words):
     return re.sub(r'\{(\w+)\}', lambda found: PANELS[found.group(1)] if named[found.group(1)] else '', text)
 
 
+def report(path):
+    e = Evidence(path)
+    kind, words = name_kind(e)
+    again = e.call.get('again', '')
+    print(f'{e.call["verdict"]}: {kind} -- {KINDS[kind]}.\n    {words}.\n    Wrong in the check: ' +
+          (', '.join(f'{name} {t.wrong} of {t.n * t.h * t.d}' for name, t in e.wrong('check').items()) or 'nothing') +
+          ('' if not again else '; a second run gave the same bits' if again == '0' else f'; {again} numbers of a second '
+           'run differ: a race, or what nobody has set') + f'.\n    Look at {look_at(e, kind, words)}.')
+
+
 def main():
+    if len(sys.argv) == 1 or sys.argv[1].startswith('-'):
+        print(__doc__.strip())
+        return 0 if '--help' in sys.argv else 2
+    status = 0
     for path in sys.argv[1:]:
-        e = Evidence(path)
-        kind, words = name_kind(e)
-        again = e.call.get('again', '')
-        print(f'{e.call["verdict"]}: {kind} -- {KINDS[kind]}.\n    {words}.\n    Wrong in the check: ' +
-              (', '.join(f'{name} {t.wrong} of {t.n * t.h * t.d}' for name, t in e.wrong('check').items()) or 'nothing') +
-              ('' if not again else '; a second run gave the same bits' if again == '0' else f'; {again} numbers of a second '
-               'run differ: a race, or what nobody has set') + f'.\n    Look at {look_at(e, kind, words)}.')
+        try:
+            report(path)
+        except (OSError, ValueError, KeyError, IndexError) as error:  # one that was cut off hides no other
+            print(f'{path}: no evidence of verdict that can be read ({type(error).__name__}: {error})', file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())

@@ -10,6 +10,8 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -19,7 +21,7 @@ from unittest import mock
 TOP = os.path.abspath(sys.argv[1])
 sys.path[:0] = [os.path.join(TOP, 'tests', 'lib'), os.path.join(TOP, 'bench')]
 # pylint: disable=wrong-import-position
-from checks import check, equal, read, run_tests, write
+from checks import check, equal, read, run_command, run_tests, write
 import gpu
 import gpu_build
 import gpu_run
@@ -177,10 +179,11 @@ def go(device, *flags):
                       contextlib.redirect_stdout(output), contextlib.redirect_stderr(output)):
             patches.enter_context(patch)
         status = gpu.main()
-        with tarfile.open(os.path.join(results, 'gpu.tar.xz')) as archive:
+        second = '_second' if '--second' in flags else ''
+        with tarfile.open(os.path.join(results, f'gpu{second}.tar.xz')) as archive:
             held = {entry.name: archive.extractfile(entry).read() for entry in archive if entry.isfile()}
-        table = read(os.path.join(results, 'table.md')).decode()
-        equal(sorted(os.listdir(results)), ['gpu.tar.xz', 'table.md'], 'what comes back')
+        table = read(os.path.join(results, f'table{second}.md')).decode()
+        equal(sorted(os.listdir(results)), [f'gpu{second}.tar.xz', f'table{second}.md'], 'what comes back')
     return status, output.getvalue().splitlines(), held, table
 
 
@@ -208,7 +211,7 @@ def test_good(_):
     for word in ('d 128, causal, 16k × 16', 'd 128, causal, 1M × 1', '| upipe, overlapped |', 'sdpa_cudnn', '| rope |',
                  '| upipe | 9000 | 2048 | 12288 | 12288 | 24576 | 25600 |', f'{ASKED} of {ASKED} kernels'):
         check(word in table, f'the table has no {word}:\n{table}')
-    check(lines.index(table.splitlines()[0]) == len(lines) - 1 - len(table.splitlines()), 'the table is not last')
+    check(lines[-1 - len(table.strip().splitlines()):-1] == table.strip().splitlines(), 'the table is not last')
 
 
 def test_hang(_):
@@ -303,19 +306,46 @@ def test_sessions(_):
     """A command that has no time left ends with all that it has started: a hung process would hold the device."""
     done = gpu_run.launch(['sh', '-c', 'sleep 100 & echo $!; wait'], 0.5)
     equal(done.status, None, 'the status of a command without time')
-    path = f'/proc/{int(done.out)}/stat'
-    for _ in range(100):
-        if not os.path.exists(path) or read(path).split()[2] == b'Z':
-            break
-        time.sleep(0.05)
-    check(not os.path.exists(path) or read(path).split()[2] == b'Z', 'what it had started runs on')
+    check(gone(int(done.out)), 'what it had started runs on')
     done = gpu_run.launch(['sh', '-c', 'cat; echo sick >&2; exit 4'], 30, stdin='given')
     equal((done.status, done.out, done.reason()), (4, 'given', 'sick'), 'a command that fails')
 
 
+def test_flags(_):
+    """Flags that would be read and ignored are refused."""
+    for flags, sentence in (('--second', 'goes with --brief'), ('--brief --stage block', 'of its own'), ('--pack --quick', 'alone'),
+                            ('--pack --brief', 'alone'), ('--pack --results x', 'alone'), ('--stage bread', 'invalid choice'),
+                            ('--brief --program nothing', 'no such file')):
+        done = run_command([sys.executable, os.path.join(TOP, 'bench', 'gpu.py'), *flags.split()])
+        check(done.returncode == 2 and sentence in done.stderr, f'{flags}: {done.returncode}: {done.stderr}')
+
+
+def gone(number):
+    """Whether a process has ended, within seconds."""
+    path = f'/proc/{number}/stat'
+    for _ in range(100):
+        if not os.path.exists(path) or read(path).split()[2] == b'Z':
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_signal(folder):
+    """A script that is ended leaves nothing running."""
+    path = os.path.join(folder, 'number')
+    code = ('import gpu_run, signal, sys; signal.signal(signal.SIGTERM, gpu_run.end_all); '
+            'gpu_run.launch(["sh", "-c", "echo $$ >$0.part; mv $0.part $0; sleep 100", sys.argv[1]])')
+    with subprocess.Popen([sys.executable, '-c', code, path], cwd=os.path.join(TOP, 'bench')) as script:
+        while script.poll() is None and not os.path.exists(path):
+            time.sleep(0.05)
+        script.terminate()
+        equal(script.wait(), 128 + signal.SIGTERM, 'the status of a script that was ended')
+    check(gone(int(read(path))), 'what it had started runs on')
+
+
 def test_pack(folder):
     """A pack comes back whole, and only over the tree that it was made from."""
-    made = mock.Mock(links={name: ['09_cuda.o'] for name in PROGRAMS})
+    made = mock.Mock(links={name: [] for name in PROGRAMS}, kernels={}, serial={})
     options = mock.Mock(results=folder, brief=False, quick=False, objects=None, lines=10)
     build, there = os.path.join(folder, 'gpu'), os.path.join(folder, 'there')
     os.makedirs(build)
@@ -337,8 +367,9 @@ def test_pack(folder):
         check(os.access(os.path.join(there, 'gpu'), os.X_OK), 'it cannot be run')
         manifest = json.loads(read(os.path.join(there, 'manifest.json')))
         check(manifest['commit'] and manifest['programs'] == sorted(PROGRAMS), str(manifest))
-        for what, sentence in (({'sources_hash': lambda: 'other'}, 'packed from another tree'),
-                               ({'PACK': folder + '/nothing'}, 'there is no ')):
+        write(os.path.join(folder, 'half'), read(os.path.join(folder, 'pack'))[:200])
+        for what, sentence in (({'sources_hash': lambda: 'other'}, 'packed from other sources'),
+                               ({'PACK': folder + '/nothing'}, 'there is no '), ({'PACK': folder + '/half'}, 'is no whole pack')):
             with mock.patch.multiple(gpu_build, **what):
                 try:
                     gpu_build.unpack(run)
@@ -356,4 +387,4 @@ def test_pack(folder):
 
 if __name__ == '__main__':
     sys.exit(run_tests('gpu_stages', test_good, test_hang, test_wrong, test_all_wrong, test_sticky, test_late_hang, test_lost, test_second,
-                       test_sessions, test_pack))
+                       test_flags, test_sessions, test_signal, test_pack))
