@@ -3,8 +3,8 @@
  *
  * Kernels are written against these few names and the CUDA built-ins __syncthreads, __syncwarp,
  * __shfl_xor_sync, __shfl_sync, threadIdx, blockIdx, blockDim, gridDim, atomicAdd, __threadfence,
- * __threadfence_system. So the same source runs on a device and, where UPIPE_CUDA_SEAMS names another header that defines them, anywhere
- * else: the tests run it on CPU fibers.
+ * __threadfence_system. So the same source runs on a device and, where UPIPE_CUDA_SEAMS names another header
+ * that defines them, anywhere else: the tests run it on CPU fibers.
  *
  *     UPI_KERNEL(256, 1) void upi_scale(upi_bf16 *x, float f, int64_t n) { ... }
  *     UPIPE_TRY(UPI_LAUNCH(c, upi_scale, blocks, 256, 0, x, f, n));
