@@ -579,9 +579,6 @@ SIMT_QUIET inline void simt_check_rims(simt_block *b)
 {
     const char *from = b->map + SIMT_GUARD, *to = from + b->buf, *p;
     uint32_t nan = SIMT_POISON;
-#ifdef SIMT_ASAN
-    __asan_unpoison_memory_region(from, b->buf);
-#endif
     for (p = from; p < to; ++p) {
         if (p == b->shared) p += b->shared_bytes;
         if (p < to && *p != ((const char *)&nan)[(uintptr_t)p % 4])
@@ -704,7 +701,15 @@ SIMT_QUIET inline void simt_run_block(simt_block *b, uint64_t number)
     simt_fiber_now = &b->fiber[t];
     simt_switch(b, NULL, simt_fiber_now);
     simt_fiber_now = NULL;
-    if (__atomic_load_n(&l->trapped, __ATOMIC_SEQ_CST)) return; /* what was on its way stays there */
+#ifdef SIMT_ASAN
+    __asan_unpoison_memory_region(b->map + SIMT_GUARD, b->buf);
+#endif
+    if (__atomic_load_n(&l->trapped, __ATOMIC_SEQ_CST)) { /* what was on its way stays there */
+#ifdef SIMT_ASAN
+        __asan_unpoison_memory_region(b->stacks, (size_t)b->threads * SIMT_STACK); /* and frames of threads */
+#endif
+        return;
+    }
     simt_hopper_end(b);
     simt_check_rims(b);
 }
