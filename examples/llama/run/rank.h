@@ -145,8 +145,8 @@ static inline upipe_status run_note_driver(const run *u, run_rank *k)
 static inline upipe_status run_after(run *u, run_rank *k, const trainer_rates *rates,
                                      const trainer_result *result, double seconds)
 {
-    UPIPE_TRY(run_note_driver(u, k));
     k->seconds += seconds;
+    UPIPE_TRY(run_note_driver(u, k));
     if (k->sent_bytes == 0) k->sent_bytes = trainer_sent(&k->t) - k->sent;
     k->p.mem.events = NULL; /* the first step is traced */
     if (k->t.world->rank == u->net.first) {
