@@ -110,6 +110,8 @@ def verdict_case(run, case, program='verdict'):
     lines = [line for line in done.out.splitlines() if line.startswith(' '.join(case))]
     if done.status in (0, 1, 3, 4, 77) and lines:
         return lines[-1], done.status
+    if done.seconds == 0:
+        return f'{" ".join(case)}: no time was left for it', 4
     return f'{" ".join(case)}: {"HANGS" if done.status is None else "FAILED"}: {done.reason()}', done.status or 4
 
 
@@ -538,10 +540,10 @@ def table(run):
 # name: what it runs, the seconds it may take in a whole run, in --brief, in --second; None: it is not part of that
 STAGES = {
     'build': (gpu_build.build, 240, None, None), 'unpack': (gpu_build.unpack, None, 20, 20),
-          'probe': (probe, 30, 15, None),
+    'probe': (probe, 30, 15, None),
     'verdict': (verdict, 60, 60, 30), 'roofline': (roofline, 30, 15, None), 'attention': (attention, 360, 90, None),
     'block': (block, 180, 90, None), 'train': (train, 120, 80, None), 'long': (long, 150, 45, None),
-          'masks': (masks, 60, 40, None),
+    'masks': (masks, 60, 40, None),
     'rows': (rows, 30, 15, None), 'transfer': (transfer, 40, 15, None), 'test': (test, 240, 90, None),
     'sanitize': (sanitize, 300, None, 70), 'profile': (profile, 60, None, 60), 'repeat': (repeat, 60, None, 50),
     'chart': (chart, 20, None, None), 'table': (table, 20, None, None), 'pack': (gpu_build.pack, None, None, None)}

@@ -228,7 +228,8 @@ def keep(run, stage, cases, measure=number, show=lambda figure: None):
     """
     good, beside = (os.path.join(run.results, f'gpu_{stage}{end}') for end in ('.json', '.failed.json'))
     whole = {'stage': stage, 'date': datetime.datetime.now(datetime.timezone.utc).strftime('%Y-%m-%d'),
-             'command': f'python3 bench/gpu.py --stage {stage}', 'device': number(run, ['device']),
+             'command': 'python3 bench/gpu.py ' + ('--brief' if run.options.brief else f'--stage {stage}'),
+             'device': number(run, ['device']),
              'driver': run.ask_driver('driver_version,clocks.max.sm,power.limit'), 'figures': []}
     had = {}
     if run.options.resume and os.path.exists(beside):

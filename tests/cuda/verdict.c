@@ -4,7 +4,7 @@
  *     verdict CASE... [--evidence FILE]      a case's words; one line on stdout, which begins with them
  *
  * Exit status: 0 right, 1 wrong, 2 usage, 3 hangs (the watch fired), 4 failed (the runtime's sentence), 77 not for this
- * device. A process each, as a fault or a hang takes its whole process, and 8 s. What is run, and why in whole numbers,
+ * device. A process each, as a fault or a hang takes its whole process. What is run, and why in whole numbers,
  * is in verdict_data.h. FILE is for read_verdict.py: lines of text, at most 2 MiB,
  *
  *     verdict KERNEL D MASK                  name value ...: the call
