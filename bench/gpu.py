@@ -397,7 +397,7 @@ def attention(run):
 
 def long(run):
     whole = [shape_of(tokens, 128, 1) for tokens in (65536, 131072, 262144, 1048576)]
-    brief = [shape_of(tokens, 128, 1, '--kernels', name) for tokens in (65536, 131072, 1048576)
+    brief = [shape_of(tokens, 128, 1, '--kernels', name) for tokens in (65536, 262144, 1048576)
              for name in ('upipe', 'cudnn') if name != 'cudnn' or run.has_cudnn]
     keep_attention(run, 'long', pick(run, whole, brief, [shape_of(256, 128, 1)]))
 
@@ -542,7 +542,7 @@ STAGES = {
     'build': (gpu_build.build, 240, None, None), 'unpack': (gpu_build.unpack, None, 20, 20),
     'probe': (probe, 30, 15, None),
     'verdict': (verdict, 60, 60, 30), 'roofline': (roofline, 30, 15, None), 'attention': (attention, 360, 90, None),
-    'block': (block, 180, 90, None), 'train': (train, 120, 80, None), 'long': (long, 150, 45, None),
+    'block': (block, 180, 90, None), 'train': (train, 120, 100, None), 'long': (long, 150, 45, None),
     'masks': (masks, 60, 40, None),
     'rows': (rows, 30, 15, None), 'transfer': (transfer, 40, 15, None), 'test': (test, 240, 90, None),
     'sanitize': (sanitize, 300, None, 70), 'profile': (profile, 60, None, 60), 'repeat': (repeat, 60, None, 50),
