@@ -429,6 +429,7 @@ static upipe_status block_plans(team *t, void *const w[3], upipe_err *e)
         upipe_layer *layer = &t->layers[d.rank];
         UPIPE_TRY(upipe_plan_init(&t->plans[d.rank], &d, e));
         layer->plan = &t->plans[d.rank];
+        layer->tile_rows = o->model_dim; /* as config.md says of a GPU */
         layer->rope_theta = 500000;
         layer->mask.causal = !o->full;
         layer->wq = w[0], layer->wk = w[1], layer->wv = w[2];

@@ -83,7 +83,7 @@ VERDICT = 25  # seconds of a kernel and mask that is wrong, whose traces the hos
 PEER = 60  # seconds of PyTorch and FlashAttention at a shape
 BRIEF, SECOND = 480, 240  # seconds of a run, its table included
 TABLE = 8  # of these, for the table and the last bundle
-LINES = 50  # of output before the table, which has at most as many
+LINES, TABLE_LINES = 40, 60  # of output: before the table, and of it
 SHOWN = 12  # kernels and masks that are wrong, a line each
 # The data sheet's dense bf16 and memory rates, for the chart.
 SHEETS = {'H100': (989e12, 3.35e12), 'H200': (989e12, 4.8e12), 'A100': (312e12, 2.04e12)}
@@ -226,7 +226,7 @@ def profile(run):
         return run.report('left out: ncu is not installed')
     shape = ['attention', '--tokens', '16384', '--head-dim', '128', '--heads', '16', '--kernels', 'upipe', '--full']
     bad = [kernel for kernel in ('fwd90', 'bwd90')
-           if run.call(f'ncu_{kernel}', [tool, '--kernel-name', f'regex:{kernel}_kernel', '--launch-count', '1',
+           if run.call(f'ncu_{kernel}', [tool, '--clock-control', 'none', '--kernel-name', f'regex:{kernel}_kernel', '--launch-count', '1',
                                          '--set', 'full', '--page', 'details', run.path('gpu'), *shape, *avoided(run, 128)], 40) != 0]
     if bad:
         raise Failed(f'failed: ncu on {" ".join(bad)}')
@@ -554,10 +554,10 @@ HOST = ('build', 'unpack', 'pack', 'chart', 'table')  # need no device
 def stages_of(options):
     """Names and seconds of the stages of this call."""
     kind = 3 if options.second else 2 if options.brief else 1
-    if options.stage:
+    if options.stage and not options.brief:
         return {name: STAGES[name][1] for name in STAGES if name in options.stage}
     chosen = {name: about[kind] for name, about in STAGES.items() if about[kind] is not None
-              and not (kind == 1 and name in ASKED)}
+              and not (kind == 1 and name in ASKED) and (not options.stage or name in ('unpack', *options.stage))}
     if options.brief and options.program:
         del chosen['unpack']
     return chosen
@@ -575,7 +575,7 @@ def bring_back(run, folder):
             for name in sorted(names):
                 archive.add(os.path.join(place, name), os.path.relpath(os.path.join(place, name), run.results))
     os.replace(path + '.part', path)
-    lines = gpu_table.lines(run.results)[:LINES]
+    lines = gpu_table.lines(run.results)[:TABLE_LINES]
     with open(os.path.join(folder, f'table{second}.md'), 'w', encoding='utf-8') as file:
         file.write('\n'.join([*lines, '', *run.failed]) + '\n')
     return lines
@@ -652,8 +652,8 @@ def main():
     if options.pack and (options.brief or options.stage or options.quick or options.resume or options.minutes or
                          options.program or options.objects or options.results != RESULTS):
         parser.error('--pack builds everything for 9.0 into build: of the other flags it takes --cudnn-frontend alone')
-    if options.brief and (options.stage or options.minutes or options.resume or options.objects):
-        parser.error('--brief has stages, minutes and programs of its own, and resumes nothing')
+    if options.brief and (options.minutes or options.resume or options.objects):
+        parser.error('--brief has minutes and programs of its own, and resumes nothing')
     if options.program and not os.path.exists(options.program):
         parser.error(f'--program {options.program}: there is no such file')
     for number in signal.SIGINT, signal.SIGTERM:

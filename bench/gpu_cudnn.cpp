@@ -3,6 +3,8 @@
 
 #include <cudnn_frontend.h>
 
+#include <algorithm>
+
 namespace fe = cudnn_frontend;
 
 struct gpu_cudnn {
@@ -16,11 +18,12 @@ namespace
 
 enum { Q = 1, K, V, O, STATS, DOUT, DQ, DK, DV };
 
+/* One batch, whose stride cuDNN wants to be that of packed log-sum-exps. */
 fe::graph::Tensor_attributes tensor(upipe_view v, int64_t uid)
 {
     return fe::graph::Tensor_attributes()
         .set_dim({1, v.h, v.n, v.d})
-        .set_stride({v.n * v.n_stride + v.h * v.h_stride, v.h_stride, v.n_stride, 1})
+        .set_stride({std::max(v.n * v.n_stride, v.h * v.h_stride), v.h_stride, v.n_stride, 1})
         .set_data_type(v.dtype == UPIPE_F32 ? fe::DataType_t::FLOAT : fe::DataType_t::BFLOAT16)
         .set_uid(uid);
 }

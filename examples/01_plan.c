@@ -41,6 +41,7 @@ int main(void)
         upipe_layer layer = {0};
         upipe_bytes bytes, sums;
         double unit;
+        size_t tile; /* of dX: its sum in f32, and its heads in bf16 */
         d.tokens = 1 << 20;
         d.ranks = 8;
         d.heads = 32;
@@ -52,11 +53,11 @@ int main(void)
             fprintf(stderr, "%s: %s\n", upipe_status_name(err.status), err.text);
             return 1;
         }
+        tile = (size_t)(UPIPE_TILE_ROWS * (4 * p.desc.model_dim + 2 * p.desc.heads * p.desc.head_dim));
         layer.plan = &p;
         layer.wq = layer.wk = layer.wv = &weight;
         if (upipe_dry_init(&dry, &p, &ops) || upipe_dry_layer(&dry, &layer, 1) ||
-            upipe_even_bytes(&sums, &p, 0, 0, 0, (size_t)(UPIPE_TILE_ROWS * p.desc.model_dim) * 4,
-                             &dry.ctx.err)) {
+            upipe_even_bytes(&sums, &p, 0, 0, 0, tile, &dry.ctx.err)) {
             fprintf(stderr, "%s\n", dry.ctx.err.text);
             return 1;
         }

@@ -10,6 +10,7 @@
 #include "upipe/cuda/upipe_cuda_device.h"
 #include "upipe/upipe.h"
 
+#include <algorithm>
 #include <cudnn_frontend.h>
 #include <map>
 #include <vector>
@@ -60,12 +61,13 @@ static size_t place(tensors &t, size_t at, void *work)
     return at;
 }
 
-/* One batch, so its stride says nothing; it must only not be 0. A tensor's number is not 0 either. */
+/* One batch. cuDNN before 9.26 takes log-sum-exps only if its stride is that of a packed tensor. A tensor's number is
+ * not 0. */
 static fe::graph::Tensor_attributes tensor(upipe_view v, size_t i)
 {
     auto t = fe::graph::Tensor_attributes().set_dim({1, v.h, v.n, v.d}).set_uid((int64_t)i + 1);
     t.set_data_type(v.dtype == UPIPE_F32 ? fe::DataType_t::FLOAT : fe::DataType_t::BFLOAT16);
-    return t.set_stride({v.n * v.n_stride + v.h * v.h_stride, v.h_stride, v.n_stride, 1});
+    return t.set_stride({std::max(v.n * v.n_stride, v.h * v.h_stride), v.h_stride, v.n_stride, 1});
 }
 
 static kernel make(cudnnHandle_t handle, const upipe_attn *a, tensors t)

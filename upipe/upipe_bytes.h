@@ -26,7 +26,8 @@ typedef struct upipe_bytes {
  *                     UPipe with even heads; docs/memory.md derives them
  *   p     of the schedules GROUP and WHOLE, without a ring, without overlap, with ranks that divide the tokens. The block
  *         has no QK norm, and the compute table no attn_reads_o
- *   gemm attn_fwd attn_bwd tile  scratch: of a product, of attention, and of the f32 sum of a tile of dX (0 in f32)
+ *   gemm attn_fwd attn_bwd tile  scratch: of a product, of attention, and of a tile of dX: its sum in f32 (in f32 storage
+ *         none), and its heads side by side (none where a rank alone has them all in one stage)
  *   errors  UNSUPPORTED for other plans: their bytes are those of upipe_dry_layer
  */
 UPIPE_API upipe_status upipe_even_bytes(upipe_bytes *r, const upipe_plan *p, size_t gemm, size_t attn_fwd,

@@ -143,6 +143,18 @@ static upipe_status launch(place *p, int what, char *host)
     return UPIPE_OK;
 }
 
+/* Every block's words, for who reads the log of a run that failed. */
+static void say_records(const upi_cuda_watch_record *all)
+{
+    for (int i = 0; i < UPI_CUDA_WATCH_RECORDS; ++i) {
+        if (all[i].d == 0) continue;
+        printf("record %d, block %d:", i, all[i].block);
+        for (int j = 0; j < UPI_CUDA_WATCH_BARRIERS; ++j)
+            printf(" %llx", (unsigned long long)all[i].barrier[j]);
+        printf("\n");
+    }
+}
+
 /* In a process of its own, as a trap ends the device's context. Says what the watch does. */
 static int run(int what)
 {
@@ -164,7 +176,7 @@ static int run(int what)
     p.device.watch = watch;
     if (s == UPIPE_OK) s = launch(&p, what, hangs ? NULL : host[1]);
     if (upipe_cuda_watch_text(watch, text, sizeof text) > 0 || s != UPIPE_OK)
-        printf("%s; %s\n", text, p.c.err.text);
+        say_records((const upi_cuda_watch_record *)watch), printf("%s; %s\n", text, p.c.err.text);
     else if (host[0] != NULL)
         printf("%s bits, %s\n", memcmp(host[0], host[1], p.bytes) == 0 ? "the same" : "other",
                host[0][2 * (size_t)D] != 0 || what == BACKWARD ? "some" : "none");
@@ -207,12 +219,13 @@ static int check_run(int what, int fails, const char *const *parts, int count)
         check_run(what, fails, parts, (int)(sizeof parts / sizeof *parts)); \
     } while (0)
 
-/* The word that the compiler's own code makes of a barrier of 3 arrivals, and after one of them. */
+/* The word that the compiler's own code makes of a barrier of 3 arrivals, and after one of them; words of an H200, where
+ * half of the 16 KiB that a load was to bring have come. */
 static void test_word(void)
 {
     const uint64_t fresh = (uint64_t)((0x100000 - 3) << 11) << 32 | (0x100000 - 3) << 1;
-    const uint64_t owes = fresh + ((uint64_t)1 << 43) + ((uint64_t)4096 << 21),
-                   other = fresh | (uint64_t)1 << 63;
+    const uint64_t owes = fresh + ((uint64_t)1 << 43) + ((uint64_t)(0x200000 - 4096) << 21),
+                   other = fresh | (uint64_t)1 << 63, half = 0x000003fc001ffffe, given = 0x7fffa000001fffe8;
     char text[UPIPE_CUDA_WATCH_TEXT] = "before";
     CHECK_INT(upi_cuda_watch_parity(fresh), 0);
     CHECK_INT(upi_cuda_watch_pending(fresh), 3);
@@ -223,7 +236,14 @@ static void test_word(void)
     CHECK_INT(upi_cuda_watch_count(owes), 3);
     CHECK_INT(upi_cuda_watch_parity(other), 1);
     CHECK_INT(upi_cuda_watch_pending(fresh + ((uint64_t)3 << 43)) & 0xfffff, 0);
-    CHECK_INT(upi_cuda_watch_bytes(fresh | (uint64_t)(0x400000 - 512) << 21), 512);
+    CHECK_INT(upi_cuda_watch_bytes(fresh | (uint64_t)512 << 21), -512);
+    CHECK_INT(upi_cuda_watch_parity(half), 0);
+    CHECK_INT(upi_cuda_watch_pending(half), 0);
+    CHECK_INT(upi_cuda_watch_count(half), 1);
+    CHECK_INT(upi_cuda_watch_bytes(half), 8192);
+    CHECK_INT(upi_cuda_watch_pending(given), 12);
+    CHECK_INT(upi_cuda_watch_count(given), 12);
+    CHECK_INT(upi_cuda_watch_bytes(given), 0);
     CHECK_INT(upipe_cuda_watch_text(NULL, text, sizeof text), 0);
     CHECK_INT(text[0], 0);
 }

@@ -71,10 +71,10 @@ UPI_DEVICE int64_t upi_f32_begin(int64_t first, int64_t end)
     return first < end ? first / UPI_F32_PASSING * UPI_F32_PASSING : end;
 }
 
-/* The score of a product. */
+/* The score of a product, rounded before lse is subtracted: of the only key that a query sees the weight is then 1. */
 UPI_DEVICE float upi_f32_score(const upi_f32_masks &x, float product)
 {
-    return x.squash != 0 ? x.scale * tanhf(product * x.squash) : product * x.scale;
+    return upi_product(x.scale, x.squash != 0 ? tanhf(upi_product(product, x.squash)) : product);
 }
 
 /* Its slope. */

@@ -164,10 +164,10 @@ UPI_DEVICE void upi_cuda_attn_grad_get(float x[N][4], const float *from, int64_t
         for (int half = 0; half < 2; ++half) {
             const int row = first + lane / 4 + half * 8, c = column + upi_cuda_attn_column<SHARES>(i);
             const int there = row < rows && c < d;
-            const upi_cuda_attn_pair *pair =
-                (const upi_cuda_attn_pair *)(from + row * stride + c + lane % 4 * 2);
-            x[i][2 * half] = there ? pair->x : 0;
-            x[i][2 * half + 1] = there ? pair->y : 0;
+            upi_cuda_attn_pair pair = {0, 0};
+            if (there) pair = *(const upi_cuda_attn_pair *)(from + row * stride + c + lane % 4 * 2);
+            x[i][2 * half] = pair.x;
+            x[i][2 * half + 1] = pair.y;
         }
     }
 }
@@ -182,8 +182,8 @@ UPI_DEVICE void upi_cuda_attn_grad_put(const float x[N][4], float *to, int64_t s
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
             const int row = first + lane / 4 + half * 8, c = column + upi_cuda_attn_column<SHARES>(i);
-            upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)(to + row * stride + c + lane % 4 * 2);
-            if (row < rows && c < d) pair->x = x[i][2 * half], pair->y = x[i][2 * half + 1];
+            const upi_cuda_attn_pair pair = {x[i][2 * half], x[i][2 * half + 1]};
+            if (row < rows && c < d) *(upi_cuda_attn_pair *)(to + row * stride + c + lane % 4 * 2) = pair;
         }
     }
 }

@@ -203,6 +203,16 @@ UPI_DEVICE void upi_trap(void)
 #define UPI_UNROLL_4
 #endif
 
+/* a * b, rounded: fused with a later sum it would not be. */
+UPI_DEVICE float upi_product(float a, float b)
+{
+#ifdef __CUDACC__
+    return __fmul_rn(a, b);
+#else
+    return a * b;
+#endif
+}
+
 /* One element of either storage type as f32, and back, rounded to nearest even. */
 UPI_DEVICE float upi_from_bf16(upi_bf16 b)
 {

@@ -283,16 +283,6 @@ UPI_DEVICE void upi_view_put(const upipe_view &v, const upi_place &p, int vec, c
     upi_put<TYPES>(upi_row_at(v, p.i, p.j), v.dtype, p.k, p.d, vec, x);
 }
 
-/* a * b, rounded: fused with a later sum it would not be. */
-UPI_DEVICE float upi_product(float a, float b)
-{
-#ifdef __CUDACC__
-    return __fmul_rn(a, b);
-#else
-    return a * b;
-#endif
-}
-
 /* The sum over a team of 2^shift threads, in one order, for all of them. A team that is a block takes turns
  * with `buffer`, a float for each of its warps. */
 UPI_DEVICE float upi_team_sum(float x, int shift, float *buf)

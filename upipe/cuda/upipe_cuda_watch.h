@@ -30,11 +30,11 @@ typedef struct upi_cuda_watch_record {
 enum { UPI_CUDA_WATCH_RECORDS = UPIPE_CUDA_WATCH / (int)sizeof(upi_cuda_watch_record) };
 
 /* The word of a barrier on 9.0. PTX keeps it to itself. Parity, pending and count are where the compiler's own code
- * for mbarrier.init, pending_count and test_wait has them; bytes are assumed to be the number between them:
+ * for mbarrier.init, pending_count and test_wait has them; bytes are where an H200 showed them:
  *
  *     63       parity of the phase: one that waits for the other parity has gone on, one that waits for this is held
  *     62..43   2^20 - arrivals that the phase still waits for
- *     42..21   bytes that loads still owe to the phase, of either sign
+ *     41..21   2^21 - bytes that loads still owe to the phase; from 0 on, bytes that came before they were expected
  *     20..1    2^20 - arrivals of every phase
  */
 UPIPE_API int upi_cuda_watch_parity(uint64_t word)
@@ -54,8 +54,8 @@ UPIPE_API int upi_cuda_watch_count(uint64_t word)
 
 UPIPE_API int upi_cuda_watch_bytes(uint64_t word)
 {
-    const int x = (int)(word >> 21 & 0x3fffff);
-    return x < 1 << 21 ? x : (1 << 22) - x;
+    const int x = (int)(word >> 21 & 0x1fffff);
+    return x < 1 << 20 ? -x : (1 << 21) - x;
 }
 
 /* Names of the barriers, in the order of UPI_FWD90_* and UPI_BWD90_*. */

@@ -88,11 +88,11 @@ typedef struct upipe_saved {
 /* Which of the three tensors a stage loads; arrays of a pass are indexed by it. */
 typedef enum upipe_proj { UPIPE_PROJ_Q, UPIPE_PROJ_K, UPIPE_PROJ_V } upipe_proj;
 
-/* upipe_scratch -- bytes: of any of the block's products, of attention, and of the f32 sum of a tile (0 where y and
- *                  dX are summed in place). dq_sum: of dQ' in f32, to which attention adds instead of asking for
- *                  scratch; 0 where it does not */
+/* upipe_scratch -- bytes: of any of the block's products, of attention, of the f32 sum of a tile (0 where y and dX are
+ *                  summed in place), and of a tile's heads side by side (0 where they lie so). dq_sum: of dQ' in f32, to
+ *                  which attention adds instead of asking for scratch; 0 where it does not */
 typedef struct upipe_scratch {
-    size_t gemm, attn_fwd, attn_bwd, tile, dq_sum;
+    size_t gemm, attn_fwd, attn_bwd, tile, heads, dq_sum;
 } upipe_scratch;
 
 /* K' and V' of a rank's heads, or their gradients. */
