@@ -36,7 +36,7 @@ Figures go to bench/results/gpu_STAGE.json with device, driver, date and command
 are there are in gpu_STAGE.failed.json instead, and an earlier result stays. What compilers and tests print is kept in
 build/gpu/logs. Needs nvcc, a C compiler and Python 3; no Meson. Exit status: 0; 1 if something failed; 2 for wrong usage.
 
-  --stage NAME      this stage alone; may be repeated
+  --stage NAME      this stage alone, with --brief as that has it; may be repeated
   --resume          figures that gpu_STAGE.failed.json has from this device are not measured again
   --minutes N       at most so long in all (20, or without a limit with --stage)
   --quick           a few small cases without limits of time, to see that it works
@@ -447,6 +447,7 @@ def block(run):
     brief = [case(65536, 8, 'threads', method, BLOCK) for _ in range(2)
              for method in METHODS]  # in turn: their ratios pair
     brief += [case(131072, 8, 'threads', method, BLOCK) for method in METHODS[:2]]
+    brief += [case(65536, 2, 'threads', ['--chunk', chunk], BLOCK) for chunk in ('32', '2')]  # most stages
     quick = [case(128, 2, transport, method, small) for method in (['--chunk', '4'], ['--chunk', '2'],
                                                                    ['--chunk', '2', '--overlap'])
              for transport in TRANSPORTS]
@@ -654,6 +655,8 @@ def main():
         parser.error('--pack builds everything for 9.0 into build: of the other flags it takes --cudnn-frontend alone')
     if options.brief and (options.minutes or options.resume or options.objects):
         parser.error('--brief has minutes and programs of its own, and resumes nothing')
+    if options.brief and not set(options.stage or []) <= set(stages_of(argparse.Namespace(**{**vars(options), 'stage': None}))):
+        parser.error('--brief has no such stage; the first call and --second have others')
     if options.program and not os.path.exists(options.program):
         parser.error(f'--program {options.program}: there is no such file')
     for number in signal.SIGINT, signal.SIGTERM:

@@ -302,6 +302,15 @@ def test_second(_):
     check('gpu_repeat.json' in held, f'no figures: {sorted(held)}')
 
 
+def test_some(_):
+    """A brief run of some stages."""
+    device = Device()
+    status, lines, held, _ = go(device, '--stage', 'rows', '--stage', 'transfer')
+    bounds(device, lines, gpu.BRIEF)
+    equal(status, 0, 'the status')
+    equal({name for name in held if name.startswith('gpu_')}, {'gpu_rows.json', 'gpu_transfer.json'}, 'figures')
+
+
 def test_sessions(_):
     """A command that has no time left ends with all that it has started: a hung process would hold the device."""
     done = gpu_run.launch(['sh', '-c', 'sleep 100 & echo $!; wait'], 0.5)
@@ -313,7 +322,8 @@ def test_sessions(_):
 
 def test_flags(_):
     """Flags that would be read and ignored are refused."""
-    for flags, sentence in (('--second', 'goes with --brief'), ('--brief --stage block', 'of its own'), ('--pack --quick', 'alone'),
+    for flags, sentence in (('--second', 'goes with --brief'), ('--brief --minutes 3', 'of its own'),
+                            ('--brief --stage profile', 'no such stage'), ('--brief --second --stage block', 'no such stage'), ('--pack --quick', 'alone'),
                             ('--pack --brief', 'alone'), ('--pack --results x', 'alone'), ('--stage bread', 'invalid choice'),
                             ('--brief --program nothing', 'no such file')):
         done = run_command([sys.executable, os.path.join(TOP, 'bench', 'gpu.py'), *flags.split()])
@@ -387,4 +397,4 @@ def test_pack(folder):
 
 if __name__ == '__main__':
     sys.exit(run_tests('gpu_stages', test_good, test_hang, test_wrong, test_all_wrong, test_sticky, test_late_hang, test_lost, test_second,
-                       test_flags, test_sessions, test_signal, test_pack))
+                       test_some, test_flags, test_sessions, test_signal, test_pack))
