@@ -8,8 +8,7 @@ most what stands beside it. What failed or had no time is reported, the rest goe
                     header library is (pip install nvidia-cudnn-frontend, or --cudnn-frontend FOLDER); the machine code for
                     9.0 is checked where cuobjdump and nvdisasm are. A warning of the compiler, or machine code that is
                     not as it should be, is reported and does not end the run
-  probe       30 s  every tensor map encoded; each instruction of Hopper in a process of its own; the watch on a kernel
-                    that hangs
+  probe       30 s  every tensor map encoded; each instruction of Hopper in a process of its own
   verdict     60 s  every attention kernel under every mask, a process each. One that is wrong or hangs leaves evidence
                     (tests/cuda/read_verdict.py names the fault), and the kernel for 8.0 takes its place in all stages below
   roofline    30 s  bandwidth of a copy, rate of a bf16 product; PyTorch's beside them
@@ -28,8 +27,7 @@ most what stands beside it. What failed or had no time is reported, the rest goe
   sanitize   300 s  compute-sanitizer (memcheck, racecheck) on the verdict of head dim 128, if it is installed
   profile     60 s  ncu on the kernels of head dim 128, if it is installed
   repeat      60 s  1,000 runs of attention have the same bits; attention with 0, 8 and 16 processors left free
-  chart       20 s  gpu_roofline.png: attainable rates over arithmetic intensity, and every kernel of `attention`
-                    (matplotlib)
+  chart       20 s  gpu_attention.png: the rates of `attention`, `long` and `masks` under that of a product (matplotlib)
   table             what the results folder holds, as tables in Markdown on stdout
 
 Figures go to bench/results/gpu_STAGE.json with device, driver, date and command; as long as some are missing, those that
@@ -85,8 +83,8 @@ BRIEF, SECOND = 480, 240  # seconds of a run, its table included
 TABLE = 8  # of these, for the table and the last bundle
 LINES, TABLE_LINES = 40, 60  # of output: before the table, and of it
 SHOWN = 12  # kernels and masks that are wrong, a line each
-# The data sheet's dense bf16 and memory rates, for the chart.
-SHEETS = {'H100': (989e12, 3.35e12), 'H200': (989e12, 4.8e12), 'A100': (312e12, 2.04e12)}
+COLORS = {'upipe': '#1f4e9c', 'cudnn': '#76b900', 'cudnn_deterministic': '#b8dc6a', 'sdpa_flash': '#e08b2d',
+          'fa3': '#a33ea1', 'upipe_80': '#9bb8e0'}  # of the chart's bars, in this order
 
 
 def pick(run, whole, brief, quick):
@@ -154,9 +152,8 @@ def verdict(run):
 
 def probe(run):
     names = run.launch([run.path('probe'), '--list'], COMMAND).out.splitlines()
-    jobs = [('maps', ['maps']), ('watchdog', ['watchdog'])] + [(f'probe_{name.replace(" ", "_")}', ['probe', name])
-                                                               for name in names]
-    if len(jobs) == 2:
+    jobs = [('maps', ['maps'])] + [(f'probe_{name.replace(" ", "_")}', ['probe', name]) for name in names]
+    if len(jobs) == 1:
         raise Failed('probe --list says nothing')
     ends = run.side_by_side(lambda job: run.call(job[0], [run.path(job[1][0]), *job[1][1:]], COMMAND), jobs, 8)
     bad = [name for (name, _), status in zip(jobs, ends) if status != 0]
@@ -181,7 +178,7 @@ def one_process():
 
 def test(run):
     jobs = [([gpu_build.stem(name)], {}) for name in gpu_build.device_tests()[1] if gpu_build.stem(name) != 'verdict']
-    jobs += [(['09_cuda'], {}), (['08_nccl'], {'env': one_process()}), (['13_plug_cudnn'], {}),
+    jobs += [(['watchdog'], {}), (['09_cuda'], {}), (['08_nccl'], {'env': one_process()}), (['13_plug_cudnn'], {}),
              (['train', '--device', 'cuda', '--ranks', '2', '--tokens', '256', '--steps', '3', '--sample', '0'], {})]
     jobs += [(['compare', '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on'], {})
              for dtype in ('f32', 'bf16')]
@@ -480,7 +477,9 @@ def train_step(run, command):
             run.report(f'{words["command"]}: {done.reason()}')
             return {**words, 'failed': done.reason()}
         with open(path, encoding='utf-8') as source:
-            return {**words, 'train': json.load(source)}
+            made = json.load(source)
+        made['config'].pop('json', None)  # a file that is gone
+        return {**words, 'train': made}
 
 
 # ---- chart ----
@@ -492,43 +491,26 @@ def chart(run):
         return run.report('left out: the chart, as matplotlib is not installed')
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    roof, figures = kept(run, 'roofline'), kept(run, 'attention')['figures']
-    machine, measured = roof['device'].get('name', 'the device'), roof['figures'][0]
-    roofs = [('measured: a bf16 product, a copy', measured['product_flop_per_s'], measured['copy_bytes_per_s'], '-')]
-    roofs += [(f'data sheet, {name}', *sheet, ':') for name, sheet in SHEETS.items() if name in machine]
-    figure, panels = plt.subplots(3, 2, figsize=(13, 13), sharex='row')
-    places = [(dim, way) for dim in (128, 64, 256) for way in ('fwd', 'bwd')]
-    for panel, (dim, way) in zip(panels.flat, places):
-        points = [(one[f'{way}_flop'] / one[f'{way}_bytes'], one, kernel)
-                  for one in figures if one.get('head_dim') == dim
-                  for kernel in one.get('kernels', []) if f'{way}_flop_per_s' in kernel]
-        if not points:
-            continue
-        low, high = (edge(x for x, _, _ in points) for edge in (min, max))
-        for name, flops, bandwidth, line in roofs:
-            at = [low / 4, flops / bandwidth, max(high, flops / bandwidth) * 2]
-            panel.plot(at, [min(flops, x * bandwidth) / 1e12 for x in at], 'k' + line, linewidth=1, label=name)
-        names = list(dict.fromkeys(kernel['name'] for _, _, kernel in points))
+    roof = kept(run, 'roofline')
+    shapes = {shape: row for shape, row in gpu_table.shapes(run.results).items() if 'margin' not in shape}
+    product = roof['figures'][0]['product_flop_per_s'] / 1e12
+    names = [name for name in COLORS if any(name in row for row in shapes.values())]
+    figure, panels = plt.subplots(1, 2, figsize=(13, 1.5 + 0.62 * len(shapes)), sharey=True)
+    for panel, way, title in zip(panels, ('fwd', 'bwd'), ('forward', 'backward')):
         for i, name in enumerate(names):
-            for causal, marker in (True, 'o'), (False, 's'):
-                own = sorted((x, kernel[f'{way}_flop_per_s'] / 1e12) for x, one, kernel in points
-                             if kernel['name'] == name and one['causal'] == causal)
-                if own:
-                    panel.plot(*zip(*own), marker=marker, color=f'C{i}', linewidth=0.7, markersize=4,
-                               label=f"{name}, {'causal' if causal else 'full'}")
-        panel.set_xscale('log', base=2)
-        panel.set_yscale('log', base=2)
-        panel.xaxis.set_major_formatter('{x:g}')
-        panel.yaxis.set_major_formatter('{x:g}')
-        panel.set_title(f"head dim {dim}, {'forward' if way == 'fwd' else 'backward'}", fontsize=10)
-        panel.set_xlabel('flops a byte that must pass the memory (more tokens: further right)')
-        panel.set_ylabel('TFLOP/s')
-        panel.grid(True, alpha=0.3)
-    lines = {name: line for panel in panels.flat for line, name in zip(*panel.get_legend_handles_labels())}
-    figure.legend(lines.values(), lines, loc='lower center', ncols=4, fontsize=8)
-    figure.suptitle(f'Attention in bf16 under the roofs of {machine}')
-    figure.tight_layout(rect=(0, 0.03 + 0.014 * (len(lines) / 4), 1, 1))
-    path = os.path.join(run.results, 'gpu_roofline.png')
+            bars = [(at + (i - (len(names) - 1) / 2) * 0.8 / len(names), row[name][f'{way}_flop_per_s'] / 1e12)
+                    for at, row in enumerate(shapes.values()) if f'{way}_flop_per_s' in row.get(name, {})]
+            panel.barh(*zip(*bars), height=0.8 / len(names), color=COLORS[name], label=name)
+        panel.axvline(product, color='black', linewidth=1, label='a product of 8,192³')
+        panel.set_title(f'{title}, TFLOP/s of visible pairs', fontsize=10)
+        panel.grid(True, axis='x', alpha=0.3)
+        panel.set_axisbelow(True)
+    panels[0].set_yticks(range(len(shapes)), shapes)
+    panels[0].invert_yaxis()
+    panels[1].legend(loc='lower right', fontsize=8)
+    figure.suptitle(f"Attention in bf16 on {roof['device'].get('name', 'the device')}: tokens × heads")
+    figure.tight_layout()
+    path = os.path.join(run.results, 'gpu_attention.png')
     figure.savefig(path, dpi=110)
     return run.report(f'wrote {path}')
 

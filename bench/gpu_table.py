@@ -52,9 +52,9 @@ def rate(kernel):
     return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}{spread}"
 
 
-def attention(folder):
-    """One row a shape; contestants of several commands at one shape stand in one row."""
-    shapes, names = {}, []
+def shapes(folder):
+    """What each contestant did at each shape; contestants of several commands at one shape stand together."""
+    rows = {}
     for stage in 'attention', 'long', 'masks', 'repeat':
         for figure in kept(folder, stage).get('figures', []):
             if 'tokens' not in figure:
@@ -65,12 +65,17 @@ def attention(folder):
             heads = str(figure['heads'])
             heads += '' if figure['heads'] == figure['kv_heads'] else f"/{figure['kv_heads']}"
             margin = f", margin {figure['margin']}" if figure.get('margin') else ''
-            row = shapes.setdefault(f"d {figure['head_dim']}, {mask}, {amount(figure['tokens'])} × {heads}{margin}", {})
+            row = rows.setdefault(f"d {figure['head_dim']}, {mask}, {amount(figure['tokens'])} × {heads}{margin}", {})
             for kernel in figure['kernels']:
-                row.setdefault(kernel['name'], rate(kernel))
-                names += [kernel['name']] if kernel['name'] not in names else []
-    return rows_of(['TFLOP/s, forward / backward', *names], [[shape, *(row.get(name, '') for name in names)] for shape,
-                                                             row in shapes.items()])
+                row.setdefault(kernel['name'], kernel)
+    return rows
+
+
+def attention(folder):
+    rows = shapes(folder)
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    return rows_of(['TFLOP/s, forward / backward', *names],
+                   [[shape, *(rate(row[name]) if name in row else '' for name in names)] for shape, row in rows.items()])
 
 
 def block(folder):

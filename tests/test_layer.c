@@ -568,8 +568,46 @@ static void test_narrow_grads(upipe_dtype dtype, int ranks, int chunk)
     CHECK_BYTES(narrow.out.bo, wide.out.bo, (size_t)block_count(&t.shape, "bo") * 4);
 }
 
+static upipe_ops counted; /* the table whose products are counted */
+static _Atomic long tile_products;
+
+static upipe_status count_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                               void *work, size_t bytes)
+{
+    if (out.d == 40 && (flags & UPIPE_GEMM_TRANS_A) == 0) ++tile_products; /* of model dim: y, and dX */
+    return counted.gemm(c, out, a, b, flags, work, bytes);
+}
+
+static void table_counted(upipe_ops *ops)
+{
+    counted = *ops;
+    ops->gemm = count_gemm;
+}
+
+/* A tile of y is one product, and a tile of dX three, whatever the stages and ranks: shorter ones pass the tile's f32 sum
+ * through memory each time. */
+static void test_tile_products(void)
+{
+    static const int of[][3] = {
+        {1, 8, 3}, {1, 2, 3}, {2, 8, 4}, {2, 2, 4}, {3, 3, 3}}; /* ranks, chunk, tiles */
+    for (size_t i = 0; i < sizeof of / sizeof *of; ++i) {
+        run_case t = run_of(48, 8, 2, 32, 40, of[i][0], of[i][1], i % 2 ? UPIPE_BF16 : UPIPE_F32);
+        run_result r;
+        f32_block in;
+        t.shape.projected = 1;
+        t.tile_rows = 16;
+        t.table = table_counted;
+        block_inputs(&t.shape, 3, &in);
+        tile_products = 0;
+        if (CHECK_SAY(run_block(&t, &in, &r) == UPIPE_OK, "%s", r.errors[0].text))
+            check_block(&t.shape, &in, &r.out);
+        CHECK_INT(tile_products, of[i][2] * (1 + 3));
+    }
+}
+
 int main(void)
 {
+    TEST(test_tile_products());
     TEST(test_misuse());
     TEST(test_missing());
     TEST(test_foreign_plan());

@@ -7,6 +7,8 @@ OBJECT is an object file or a cubin with code for sm_90a. The checks, per kernel
   Otherwise softmax and product run one after the other (docs/kernels.md).
 - Each role (the warps behind setmaxnreg) names no register beyond those it has asked for.
 - No access to local memory: nothing is spilled.
+- The f32 kernels: no product with an argument of the call is fused with a difference. A score that is not rounded before
+  lse is subtracted weighs the only key of a query with something else than 1.
 - PAGE, docs/kernels.md, has this table, and the registers of the kernels for 8.0, if it names the compiler's release. So
   has tests/fake/fake_kernels.h, by which the fake says which blocks find a place on a multiprocessor.
 
@@ -28,6 +30,8 @@ PACKAGES = {'cuobjdump': 'nvidia-cuda-cuobjdump', 'nvdisasm': 'nvidia-cuda-nvdis
 VERSION = '13.*'  # reads code of every release before
 FAKE = os.path.join(os.path.dirname(os.path.abspath(__file__)), '../fake/fake_kernels.h')
 WAIT = 'WARPGROUP.DEPBAR.LE gsb0, 0x%d'
+ROUNDED = re.compile(r'upi_attn_f32_(fwd|dq|dkv)ILi(\d+)E')
+FUSED = re.compile(r'FFMA(\.\w+)* R\d+, R\d+(\.reuse)?, (UR\d+|c\[[^]]*\]\[[^]]*\]), -R')
 KERNELS = re.compile(r'upi_cuda_(fwd90|bwd90)_kernelILi(\d+)E(?:Li(\d+)E)?')
 
 
@@ -203,6 +207,12 @@ def look(name, lines):
             f'| {most[few] + 1} of {few} | {most[many] + 1} of {many} |')
 
 
+def check_rounded(name, lines):
+    fused = [line for line in lines if FUSED.search(line)]
+    if fused:
+        raise Wrong(f'{name}: a score is not rounded: {fused[0].strip()}')
+
+
 # ---- what the documentation says ----
 
 
@@ -280,6 +290,10 @@ def main():
         kernels = [part.split('\n') for part in sections[1:] if KERNELS.search(part.split(',')[0])]
         if not kernels:
             raise Wrong('no kernel for 9.0 in this object')
+        for part in sections[1:]:
+            found = ROUNDED.search(part.split(',')[0])
+            if found:
+                check_rounded(found.group(), part.split('\n'))
         rows = sorted((look(lines[0].split(',')[0], lines) for lines in kernels),
                       key=lambda row: ('backward' in row, [int(x) for x in re.findall(r'\d+', row.split('|')[1])]))
         if len(sys.argv) > 3:

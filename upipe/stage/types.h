@@ -29,8 +29,8 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *   mask        zero: every token sees all tokens of its sequence. mask.causal = 1: those up to its own.
  *               cu_seqlens are positions in the flattened batch, [0, batch * S]: sequence b begins at b * S.
  *               Every sequence of the batch is separate without them too
- *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile,
- *               is better
+ *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile, is better.
+ *               A tile holds its sum in f32, and its heads side by side where stages or ranks have them apart
  *   grad_dtype  of the gradients of wq, wk, wv and wo; 0 = f32. Others are rounded once a call (in segments once a
  *               segment), and take scratch for the f32 product of a stage
  */
