@@ -2,8 +2,8 @@
  *
  *     status = longest_best(&job, &p, &files);
  *
- * By bisection on the lines of search.h, through lengths of an eighth and a quarter of the answer. The longest of each
- * method is confirmed by full dry runs.
+ * By bisection on the lines of search.h, through lengths of an eighth and a quarter of the answer. What might be the
+ * longest of its method is confirmed by full dry runs.
  */
 #ifndef PLAN_LONGEST_H
 #define PLAN_LONGEST_H
@@ -73,24 +73,30 @@ static int longest_order(const void *x, const void *y)
     return a->place - b->place;
 }
 
-/* The longest of every method, by full dry runs. */
+/* Confirms by full dry runs whatever might be the longest of its method: lines are never too short. Marks that one. */
 static void longest_confirm(search_state *f, estimate *e)
 {
-    int done[METHODS] = {0}, i;
+    int64_t most[METHODS] = {0};
+    candidate *longest[METHODS] = {NULL};
+    int i;
     qsort(f->all, (size_t)f->n, sizeof *f->all, longest_order);
     for (i = 0; i < f->n; ++i) {
         candidate *c = &f->all[i];
-        if (done[c->s.how.method]) continue;
-        done[c->s.how.method] = 1;
-        if (f->j->o.progress)
-            fprintf(stderr, PROGRAM ": confirming %s\n", method_kinds[c->s.how.method].name);
+        const int kind = (int)c->s.how.method;
+        if (c->s.tokens <= most[kind]) continue;
+        if (f->j->o.progress) fprintf(stderr, PROGRAM ": confirming %s\n", method_kinds[kind].name);
         c->s.tokens = planner_longest(f->p, &c->s, c->s.tokens, e);
-        c->mark = c->s.tokens > 0;
+        c->confirmed = c->s.tokens > 0;
         c->gpu = e->gpu;
         c->host = e->host;
         c->link = estimate_link(e);
         c->seconds = e->seconds;
+        if (c->s.tokens <= most[kind]) continue;
+        most[kind] = c->s.tokens;
+        longest[kind] = c;
     }
+    for (i = 0; i < METHODS; ++i)
+        if (longest[i] != NULL) longest[i]->mark = 1;
     qsort(f->all, (size_t)f->n, sizeof *f->all, longest_order);
 }
 

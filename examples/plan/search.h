@@ -20,7 +20,8 @@ typedef struct candidate {
     setting s;
     double gpu, host, link, seconds;
     int place; /* in the order of tries: of two that are equal the first one stands first, also where qsort is unstable */
-    int mark; /* best.h: of the Pareto set; longest.h: confirmed */
+    int mark;      /* best.h: of the Pareto set; longest.h: the longest of its method */
+    int confirmed; /* longest.h: by full dry runs */
 } candidate;
 
 typedef struct search_state {
@@ -233,7 +234,7 @@ static int search_json(const search_state *f, files *all, const setting *s, cons
             i > 0 ? "," : "", search_flags(flags, c), c->gpu, c->host, c->link);
         if (longest) fprintf(out, "\"max_tokens\": %" PRId64 ", ", c->s.tokens);
         fprintf(out, "\"seconds_step\": %.9g, \"%s\": %s}", c->seconds, longest ? "confirmed" : "pareto",
-                c->mark ? "true" : "false");
+                (longest ? c->confirmed : c->mark) ? "true" : "false");
     }
     fputs("\n  ]\n}\n", out);
     return files_close(all, out) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
