@@ -143,7 +143,8 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
 
 /* upipe_layer_out_fwd -- y = O * Wo^T + bo; sends nothing
  *   y       [rows][1][D] view, the plan's type, written
- *   bytes   one tile in f32 (none for f32 storage) and the scratch of a product
+ *   bytes   one tile in f32 (none for f32 storage), its heads side by side (none where they lie so) and the scratch of a
+ *           product
  *   errors  ARG, MEMORY; the team is then aborted
  */
 UPIPE_API upipe_status upipe_layer_out_fwd(upipe_ctx *c, const upipe_layer *l, upipe_view y,
