@@ -347,6 +347,7 @@ SIMT_SEAM(void, upi_mbarrier_wait, (uint32_t barrier, uint32_t parity, SIMT_HERE
 SIMT_SEAM(int, upi_mbarrier_wait_for, (uint32_t barrier, uint32_t parity, uint32_t ns, SIMT_HERE),
           simt_mbarrier_wait_for(barrier, parity, ns, file, line, SIMT_CODE_HERE))
 SIMT_SEAM(uint64_t, upi_mbarrier_word, (uint32_t barrier), simt_mbarrier_word(barrier, SIMT_CODE_HERE))
+SIMT_SEAM(uint32_t, upi_mbarrier_parity, (uint32_t barrier), simt_mbarrier_parity(barrier, SIMT_CODE_HERE))
 SIMT_SEAM(int, upi_mbarrier_test, (uint32_t barrier, uint32_t parity),
           simt_mbarrier_test(barrier, parity, SIMT_CODE_HERE))
 SIMT_SEAM(void, upi_fence_async_shared, (void), simt_race_fence_async_shared())

@@ -315,6 +315,7 @@ SIMT_QUIET inline uint64_t simt_random(uint64_t *state)
 
 inline const size_t simt_page = (size_t)sysconf(_SC_PAGESIZE);
 inline long simt_seed = simt_env("SIMT_SEED", 0);
+inline int simt_words_hidden; /* barriers whose state is not in shared memory, as an H200 has shown it */
 inline uint64_t
     simt_tick; /* nanoseconds that go by where a thread gives way, for tests of waits that time ends */
 

@@ -251,8 +251,17 @@ SIMT_QUIET inline uint64_t simt_mbarrier_word(uint32_t address, const void *code
 {
     const simt_mbarrier *m = &simt_here->hopper->barrier[simt_mbarrier_at(address, "the word of a barrier")];
     simt_race_own(simt_shared_at(address, 8, "the word of a barrier"), 8, SIMT_READ, code);
+    if (simt_words_hidden) return 0;
     return (uint64_t)(m->phase & 1) << 63 | (-(uint64_t)m->pending & 0xfffff) << 43 |
            (-(uint64_t)m->bytes & 0x1fffff) << 21 | (-(uint64_t)m->count & 0xfffff) << 1;
+}
+
+/* The parity of its phase, at once. */
+SIMT_QUIET inline uint32_t simt_mbarrier_parity(uint32_t address, const void *code)
+{
+    const simt_mbarrier *m = &simt_here->hopper->barrier[simt_mbarrier_at(address, "the phase of a barrier")];
+    simt_race_own(simt_shared_at(address, 8, "the phase of a barrier"), 8, SIMT_READ, code);
+    return (uint32_t)m->phase & 1;
 }
 
 /* Whether it has. The one who asks gets to it early or late: every other time the block's other threads go first, as far

@@ -2,10 +2,11 @@
  *                                                                backend cuda, includes cuda_watch, hopper
  *
  * Warps of these kernels wait for one another at barriers in shared memory that lie in a row. One warp has nothing
- * else to do. It looks at the barriers now and then, a lane at each. Where none has moved for 2 s it writes them to
- * the host's memory (upipe_cuda_watch.h), gives other blocks that stand still the time to do so too, and traps.
- * Between two looks it sleeps at a barrier of its own, behind the others, whose first phase ends when nobody in the
- * block waits any more: the block does not end later for it.
+ * else to do. It looks at the barriers now and then, a lane at each, and sees whether the phase is odd or even. Looks
+ * keep no step with the block, so of hundreds some find another parity while it moves. Where none did for 2 s the warp
+ * writes the barriers to the host's memory (upipe_cuda_watch.h), gives other blocks that stand still the time to do so
+ * too, and traps. Between two looks it sleeps at a barrier of its own, behind the others, whose first phase ends when
+ * nobody in the block waits any more: the block does not end later for it.
  */
 #ifndef UPIPE_CUDA_ATTN_WATCH_H
 #define UPIPE_CUDA_ATTN_WATCH_H
@@ -29,8 +30,11 @@ UPI_DEVICE void upi_cuda_attn_watch_end(void *watch, int block, uint32_t barrier
     upi_cuda_watch_record *const x =
         (upi_cuda_watch_record *)watch + (uint32_t)block % UPI_CUDA_WATCH_RECORDS;
     const uint32_t lane = threadIdx.x % 32, since = upi_clock();
+    const uint32_t odd =
+        __ballot_sync(0xffffffffu, lane < BARRIERS && upi_mbarrier_parity(barriers + 8 * lane));
     if (lane < BARRIERS) x->barrier[lane] = upi_mbarrier_word(barriers + 8 * lane);
     if (lane == 0) {
+        x->odd = odd;
         x->keys = KEYS;
         x->backward = BACKWARD;
         x->block = block;
@@ -55,8 +59,8 @@ UPI_DEVICE void upi_cuda_attn_watch(void *watch, int block, uint32_t barriers)
     while (!__any_sync(0xffffffffu, upi_mbarrier_wait_for(barriers + 8 * BARRIERS, 0, UPI_WATCH_LOOK))) {
         const uint32_t now = upi_clock(), before = seen;
         uint32_t since = now - last;
-        /* the half that has parity and arrivals: helpers have few registers, and consumers' code then stays as it is */
-        if (lane < BARRIERS) seen = (uint32_t)(upi_mbarrier_word(barriers + 8 * lane) >> 32);
+        /* the phase's parity, not the word in memory, which need not follow the barrier: docs/results_gpu.md */
+        if (lane < BARRIERS) seen = upi_mbarrier_parity(barriers + 8 * lane);
         if (since > UPI_WATCH_LOOK_MOST) since = UPI_WATCH_LOOK_MOST;
         still = __any_sync(0xffffffffu, seen != before) ? 0 : still + since;
         last = now;

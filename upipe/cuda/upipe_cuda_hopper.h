@@ -166,6 +166,12 @@ UPI_DEVICE int upi_mbarrier_test(uint32_t barrier, uint32_t parity)
     return ended;
 }
 
+/* The parity of the phase that a barrier is in. */
+UPI_DEVICE uint32_t upi_mbarrier_parity(uint32_t barrier)
+{
+    return (uint32_t)upi_mbarrier_test(barrier, 0);
+}
+
 /* ---- bulk copies: by one thread; shared addresses of tiles are multiples of 1024, others of 16 ---- */
 
 /* What the thread has written, or has learnt that others wrote, in shared memory is there for bulk copies and

@@ -24,24 +24,21 @@ enum {
 typedef struct upi_cuda_watch_record {
     int d, keys, backward; /* the kernel's columns and its keys in a tile; d is 0 where nobody has written */
     int block, blocks;     /* of the grid; in the backward the block's ticket, whose order is that of turns */
+    uint32_t odd;          /* bit i: barrier i is in an odd phase */
     uint64_t barrier[UPI_CUDA_WATCH_BARRIERS]; /* as they lie in shared memory */
 } upi_cuda_watch_record;
 
 enum { UPI_CUDA_WATCH_RECORDS = UPIPE_CUDA_WATCH / (int)sizeof(upi_cuda_watch_record) };
 
 /* The word of a barrier on 9.0. PTX keeps it to itself. Parity, pending and count are where the compiler's own code
- * for mbarrier.init, pending_count and test_wait has them; bytes are where an H200 showed them:
+ * for mbarrier.init, pending_count and test_wait has them; bytes are where an H200 showed them. Of barriers in use it has
+ * shown words of 0 too:
  *
  *     63       parity of the phase: one that waits for the other parity has gone on, one that waits for this is held
  *     62..43   2^20 - arrivals that the phase still waits for
  *     41..21   2^21 - bytes that loads still owe to the phase; from 0 on, bytes that came before they were expected
  *     20..1    2^20 - arrivals of every phase
  */
-UPIPE_API int upi_cuda_watch_parity(uint64_t word)
-{
-    return (int)(word >> 63);
-}
-
 UPIPE_API int upi_cuda_watch_pending(uint64_t word)
 {
     return (int)(-(word >> 43) & 0xfffff);
@@ -73,9 +70,9 @@ UPIPE_API const char *upi_cuda_watch_name(int backward, int i)
 /* upipe_cuda_watch_text -- how many blocks stand still, and a sentence about the first of them
  *   watch  the memory, after a call that failed; NULL: nobody watched
  *   text   UPIPE_CUDA_WATCH_TEXT bytes hold every sentence; "" where no block has written. Behind the kernel and the
- *          block come its barriers, each with name, parity of its phase, arrivals that are missing of how many, bytes
- *          that are missing, and its word. `full`: loads fill it and consumers wait; `empty`: consumers give it back
- *          and loads wait
+ *          block come its barriers, each with name and parity of its phase, and, where its word was in memory, arrivals
+ *          that are missing of how many, bytes that are missing, and the word. `full`: loads fill it and consumers wait;
+ *          `empty`: consumers give it back and loads wait
  */
 UPIPE_API int upipe_cuda_watch_text(const void *watch, char *text, size_t bytes)
 {
@@ -95,10 +92,12 @@ UPIPE_API int upipe_cuda_watch_text(const void *watch, char *text, size_t bytes)
     for (i = 0; upi_cuda_watch_name(first->backward, i) != NULL; ++i) {
         const uint64_t word = first->barrier[i];
         n = strlen(text);
-        snprintf(text + n, bytes - n, "%s %s %s %d/%d %d B %016llx", i > 0 ? "," : "",
-                 upi_cuda_watch_name(first->backward, i), upi_cuda_watch_parity(word) ? "odd" : "even",
-                 upi_cuda_watch_pending(word), upi_cuda_watch_count(word), upi_cuda_watch_bytes(word),
-                 (unsigned long long)word);
+        snprintf(text + n, bytes - n, "%s %s %s", i > 0 ? "," : "", upi_cuda_watch_name(first->backward, i),
+                 first->odd >> i & 1 ? "odd" : "even");
+        n = strlen(text);
+        if (word != 0)
+            snprintf(text + n, bytes - n, " %d/%d %d B %016llx", upi_cuda_watch_pending(word),
+                     upi_cuda_watch_count(word), upi_cuda_watch_bytes(word), (unsigned long long)word);
     }
     return found;
 }
