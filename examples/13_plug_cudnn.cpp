@@ -10,7 +10,6 @@
 #include "upipe/cuda/upipe_cuda_device.h"
 #include "upipe/upipe.h"
 
-#include <algorithm>
 #include <cudnn_frontend.h>
 #include <map>
 #include <vector>
@@ -61,8 +60,7 @@ static size_t place(tensors &t, size_t at, void *work)
     return at;
 }
 
-/* One batch. cuDNN before 9.26 takes log-sum-exps only if its stride is that of a packed tensor. A tensor's number is
- * not 0. */
+/* One batch, with the stride that cuDNN before 9.26 wants of packed log-sum-exps. A tensor's number is not 0. */
 static fe::graph::Tensor_attributes tensor(upipe_view v, size_t i)
 {
     auto t = fe::graph::Tensor_attributes().set_dim({1, v.h, v.n, v.d}).set_uid((int64_t)i + 1);

@@ -220,7 +220,7 @@ static void test_adapters(void)
          METHOD_UPIPE_FPDT,
          OPTIMIZER,
          ONE,
-         {19960053760, 23451025408},
+         {19991773184, 23484579840},
          {84792049664, 168913010688}},
         {qkvo,
          1,
@@ -228,7 +228,7 @@ static void test_adapters(void)
          METHOD_UPIPE_FPDT,
          NOTHING,
          ONE,
-         {20119699456, 23612506112},
+         {20153253888, 23646060544},
          {84120961024, 168241922048}},
         {all, 4, 3, METHOD_UPIPE, NOTHING, 4 * ONE, {14012662016, 23482417408}, {68719476736, 137438953472}},
         {all, 4, 3, METHOD_UPIPE, WEIGHTS, 4 * ONE, {9808920832, 19278676224}, {72923217920, 141642694656}}};

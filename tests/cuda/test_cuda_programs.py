@@ -436,7 +436,7 @@ def test_bench(_):
             check(made['plan_bytes'] == made['peak_bytes'], str(made))
             check(made['driver_beyond_slabs_bytes'] == 0, f'memory beyond the slabs: {made}')
         check({made['transport'] for made in figures['transfer']} == {'threads', 'peer'}, str(figures['transfer']))
-        check('gpu_roofline.png' in done.stderr or 'matplotlib is not installed' in done.stderr, done.stderr[-300:])
+        check('gpu_attention.png' in done.stderr or 'matplotlib is not installed' in done.stderr, done.stderr[-300:])
         # a device that fails is a sentence and a status, and nothing is kept
         done = run_command([sys.executable, script, *flags, '--stage', 'roofline'], HANGS, {'FAKE_FAIL': '1s'})
         check(done.returncode == 1 and 'there is no CUDA device to test and measure on (gpu: ' in done.stderr,
