@@ -218,7 +218,7 @@ UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, upipe_pass *f)
 UPIPE_API upipe_view upi_kv_grad_matrix(upipe_ctx *c, const upipe_pass *f, int head, upipe_proj which)
 {
     const upipe_plan *p = f->plan;
-    const int n = upi_kv_grad_heads(p);
+    const int n = p->kv_grads_partial ? 1 : p->kv_per_rank;
     int stage = 0, rank = 0, at = head;
     if (!p->kv_grads_partial) {
         upipe_plan_q_place(p, head * p->group, &stage, &rank);

@@ -12,7 +12,7 @@
 /* A tile of rows and its sum, which is in f32; in place if the result is f32. */
 typedef struct upi_tile {
     void *buf, *work;    /* the f32 sum, NULL where it is in place; scratch of the products. Of all tiles */
-    void *heads;         /* heads side by side; NULL where they lie so */
+    void *heads;         /* those that lie apart, side by side */
     upipe_view out, sum; /* [n][D]: the result's rows; in f32 */
     upipe_tiles at;
     int begun; /* the sum has its first term */
@@ -28,73 +28,25 @@ UPIPE_API int upi_tile_next(upipe_ctx *c, const upipe_pass *f, upi_tile *t, upip
     return 1;
 }
 
-UPIPE_API upipe_status upi_tile_begin(upipe_ctx *c, const upipe_pass *f, upi_tile *t)
-{
-    memset(t, 0, sizeof *t);
-    UPIPE_TRY(upipe_alloc(c, &t->buf, f->scratch.tile, UPIPE_USE_SCRATCH, "tile"));
-    UPIPE_TRY(upipe_alloc(c, &t->heads, f->scratch.heads, UPIPE_USE_SCRATCH, "tile_heads"));
-    return upipe_alloc(c, &t->work, f->scratch.gemm, UPIPE_USE_SCRATCH, "gemm_work");
-}
-
-UPIPE_API upipe_status upi_tile_end(upipe_ctx *c, upi_tile *t)
-{
-    UPIPE_TRY(upipe_free(c, t->work));
-    UPIPE_TRY(upipe_free(c, t->heads));
-    return upipe_free(c, t->buf);
-}
-
-/* Puts some neighbouring heads of all rows, [rows][width], at a column of the tile's `all`. All there are: `all` is where
- * they lie. */
-UPIPE_API upipe_status upi_tile_put(upipe_ctx *c, const upi_tile *t, upipe_view *all, upipe_view heads,
-                                    int64_t column)
-{
-    upipe_view to = *all;
-    heads = upipe_view_rows(heads, t->at.row, t->at.n);
-    if (heads.d == to.d) {
-        *all = heads;
-        return UPIPE_OK;
-    }
-    to.data = (char *)to.data + (size_t)column * upipe_dtype_bytes(to.dtype);
-    to.d = heads.d;
-    return c->ops->cast(c, to, heads);
-}
-
-/* A tile's rows of all heads that lie in slots, [n][heads * dim]. */
-UPIPE_API upipe_status upi_tile_slots(upipe_ctx *c, const upipe_pass *f, const upi_tile *t, upipe_view *all,
-                                      const upipe_slots *from, int dim)
-{
-    const upipe_plan *p = f->plan;
-    int head, stage, rank, n;
-    *all = upipe_view_packed(t->heads, p->desc.dtype, t->at.n, 1, p->desc.heads * dim);
-    for (head = 0; head < p->desc.heads; head += n) {
-        n = upipe_plan_q_place(p, head, &stage, &rank).count;
-        UPIPE_TRY(
-            upi_tile_put(c, t, all, upipe_slots_matrix(p, from, stage, rank, dim), (int64_t)head * dim));
-    }
-    return UPIPE_OK;
-}
-
-/* The same of the gradients of K or V. */
-UPIPE_API upipe_status upi_tile_kv_grads(upipe_ctx *c, const upipe_pass *f, const upi_tile *t,
-                                         upipe_view *all, upipe_proj which)
-{
-    const upipe_plan *p = f->plan;
-    int head;
-    *all = upipe_view_packed(t->heads, p->desc.dtype, t->at.n, 1, p->desc.kv_heads * f->dim[which]);
-    for (head = 0; head < p->desc.kv_heads; head += upi_kv_grad_heads(p))
-        UPIPE_TRY(
-            upi_tile_put(c, t, all, upi_kv_grad_matrix(c, f, head, which), (int64_t)head * f->dim[which]));
-    return UPIPE_OK;
-}
-
-/* tile (+)= the sum over heads of head * weight, a head at a time. */
+/* tile (+)= the sum over all heads of the weight, a head at a time, of head * weight. A call brings some neighbouring ones
+ * of all rows, [rows][width], from `head` on; the call that brings the last ones multiplies. */
 UPIPE_API upipe_status upi_tile_add(upipe_ctx *c, const upipe_pass *f, upi_tile *t, upipe_view heads,
-                                    upipe_view weight, int flags)
+                                    int head, upipe_view weight, int flags)
 {
+    const int32_t dim = (flags & UPIPE_GEMM_TRANS_B) != 0 ? weight.d : (int32_t)weight.n;
+    upipe_view all = upipe_view_packed(t->heads, heads.dtype, t->at.n, weight.h, dim), to = all;
+    heads = upipe_view_rows(heads, t->at.row, t->at.n);
+    to.h = heads.d / dim;
+    if (to.h == all.h) {
+        all = upipe_view_heads(heads, all.h);
+    } else {
+        to.data = upipe_view_at(all, 0, head);
+        UPIPE_TRY(c->ops->cast(c, to, upipe_view_heads(heads, to.h)));
+        if (head + to.h < all.h) return UPIPE_OK;
+    }
     if (t->begun) flags |= UPIPE_GEMM_ACCUMULATE;
     t->begun = 1;
-    return c->ops->gemm(c, t->sum, upipe_view_heads(heads, weight.h), weight, flags, t->work,
-                        f->scratch.gemm);
+    return c->ops->gemm(c, t->sum, all, weight, flags, t->work, f->scratch.gemm);
 }
 
 /* Columns of wo (or of its gradient) that belong to n heads from `head` on: [D][n * v_dim]. */
@@ -108,18 +60,26 @@ UPIPE_API upipe_view upi_out_columns(const upipe_plan *p, const void *wo, upipe_
 /* y = O * Wo^T + bo */
 UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upipe_pass *f, upipe_view y, const upipe_slots *out)
 {
-    const upipe_plan_desc *d = &f->plan->desc;
-    const upipe_view wo = upi_out_columns(f->plan, f->layer->wo, d->dtype, 0, d->heads);
+    const upipe_plan *p = f->plan;
+    const upipe_view wo = upi_out_columns(p, f->layer->wo, p->desc.dtype, 0, p->desc.heads);
     upi_tile tile;
-    UPIPE_TRY(upi_tile_begin(c, f, &tile));
+    memset(&tile, 0, sizeof tile);
+    UPIPE_TRY(upipe_alloc(c, &tile.buf, f->scratch.tile, UPIPE_USE_SCRATCH, "tile"));
+    UPIPE_TRY(upipe_alloc(c, &tile.heads, f->scratch.heads, UPIPE_USE_SCRATCH, "tile_heads"));
+    UPIPE_TRY(upipe_alloc(c, &tile.work, f->scratch.gemm, UPIPE_USE_SCRATCH, "gemm_work"));
     while (upi_tile_next(c, f, &tile, y)) {
-        upipe_view o;
-        UPIPE_TRY(upi_tile_slots(c, f, &tile, &o, out, d->v_dim));
-        UPIPE_TRY(upi_tile_add(c, f, &tile, o, upipe_view_heads(wo, d->heads), UPIPE_GEMM_TRANS_B));
+        int head, stage, rank, n;
+        for (head = 0; head < p->desc.heads; head += n) {
+            n = upipe_plan_q_place(p, head, &stage, &rank).count;
+            UPIPE_TRY(upi_tile_add(c, f, &tile, upipe_slots_matrix(p, out, stage, rank, p->desc.v_dim), head,
+                                   upipe_view_heads(wo, p->desc.heads), UPIPE_GEMM_TRANS_B));
+        }
         if (f->layer->bo != NULL) UPIPE_TRY(upipe_bias_add(c, tile.sum, f->layer->bo, 0));
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, tile.out, tile.sum));
     }
-    return upi_tile_end(c, &tile);
+    UPIPE_TRY(upipe_free(c, tile.work));
+    UPIPE_TRY(upipe_free(c, tile.heads));
+    return upipe_free(c, tile.buf);
 }
 
 /* delta = rowsum(dO * O) of the heads of one stage and rank.
@@ -209,23 +169,34 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upipe_pass *f, upipe_save
 UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upipe_pass *f, upipe_view dx, const upipe_slots *dq)
 {
     const upipe_plan *p = f->plan;
+    const upipe_dtype type = p->desc.dtype;
+    const upipe_head_run q = upipe_head_run_make(p->desc.heads, 1, 0, 1),
+                         kv = upipe_head_run_make(p->desc.kv_heads, 1, 0, 1);
     upi_tile tile;
-    int which;
-    UPIPE_TRY(upi_tile_begin(c, f, &tile));
+    memset(&tile, 0, sizeof tile);
+    UPIPE_TRY(upipe_alloc(c, &tile.buf, f->scratch.tile, UPIPE_USE_SCRATCH, "tile"));
+    UPIPE_TRY(upipe_alloc(c, &tile.heads, f->scratch.heads, UPIPE_USE_SCRATCH, "tile_heads"));
+    UPIPE_TRY(upipe_alloc(c, &tile.work, f->scratch.gemm, UPIPE_USE_SCRATCH, "gemm_work"));
     while (upi_tile_next(c, f, &tile, dx)) {
-        for (which = UPIPE_PROJ_Q; which <= UPIPE_PROJ_V; ++which) {
-            const upipe_head_run all = upipe_head_run_make(upi_heads_of(p, (upipe_proj)which), 1, 0, 1);
-            const upipe_view w = upi_weight_rows(f, f->w[which], p->desc.dtype, all, (upipe_proj)which);
-            upipe_view heads;
-            if (which == UPIPE_PROJ_Q)
-                UPIPE_TRY(upi_tile_slots(c, f, &tile, &heads, dq, p->desc.head_dim));
-            else
-                UPIPE_TRY(upi_tile_kv_grads(c, f, &tile, &heads, (upipe_proj)which));
-            UPIPE_TRY(upi_tile_add(c, f, &tile, heads, w, 0));
+        int head, stage, rank, n, which;
+        for (head = 0; head < p->desc.heads; head += n) {
+            n = upipe_plan_q_place(p, head, &stage, &rank).count;
+            UPIPE_TRY(upi_tile_add(c, f, &tile, upipe_slots_matrix(p, dq, stage, rank, p->desc.head_dim),
+                                   head, upi_weight_rows(f, f->w[UPIPE_PROJ_Q], type, q, UPIPE_PROJ_Q), 0));
+        }
+        for (which = UPIPE_PROJ_K; which <= UPIPE_PROJ_V; ++which) {
+            const upipe_view w = upi_weight_rows(f, f->w[which], type, kv, (upipe_proj)which);
+            for (head = 0; head < p->desc.kv_heads; head += n) {
+                n = p->kv_grads_partial ? 1 : p->kv_per_rank;
+                UPIPE_TRY(
+                    upi_tile_add(c, f, &tile, upi_kv_grad_matrix(c, f, head, (upipe_proj)which), head, w, 0));
+            }
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, tile.out, tile.sum));
     }
-    return upi_tile_end(c, &tile);
+    UPIPE_TRY(upipe_free(c, tile.work));
+    UPIPE_TRY(upipe_free(c, tile.heads));
+    return upipe_free(c, tile.buf);
 }
 
 #endif

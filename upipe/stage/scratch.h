@@ -14,7 +14,7 @@ UPIPE_API upipe_view upi_weight_rows(const upipe_pass *f, const void *w, upipe_d
                            (int32_t)dim);
 }
 
-/* The largest scratch of a weight's products: with x, and for its gradient. */
+/* The largest scratch of a weight's products: with x, for its gradient, and of all heads with a tile for dX. */
 UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_pass *f, upipe_proj which,
                                      upipe_head_run h)
 {
@@ -22,68 +22,25 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_pass *f, 
     const upipe_dtype t = p->desc.dtype;
     const int by_tokens =
         f->layer->grad_dtype == UPIPE_F32 ? UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE : UPIPE_GEMM_TRANS_A;
+    const int32_t model = (int32_t)p->desc.model_dim;
+    const int all = which == UPIPE_PROJ_Q ? p->desc.heads : p->desc.kv_heads;
     float none[1];
-    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, (int32_t)p->desc.model_dim), block, grad, w;
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model), block, grad, w, cols, sum;
     size_t most;
     h.offset = h.first = 0;
     block = upipe_head_run_matrix(p, NULL, h, f->dim[which]);
     grad = upi_weight_rows(f, none, UPIPE_F32, h, which);
     w = upi_weight_rows(f, none, t, h, which);
+    cols = upipe_view_packed(NULL, t, f->tile_rows, all, f->dim[which]);
+    sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, model);
     most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
-    return upipe_max_bytes(most, ops->gemm_bytes(ops, grad, block, x, by_tokens));
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, grad, block, x, by_tokens));
+    w = upi_weight_rows(f, none, t, upipe_head_run_make(all, 1, 0, 1), which);
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, 0));
+    return upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
 }
 
-/* Heads of Q, or of K and V. */
-UPIPE_API int upi_heads_of(const upipe_plan *p, upipe_proj which)
-{
-    return which == UPIPE_PROJ_Q ? p->desc.heads : p->desc.kv_heads;
-}
-
-/* Neighbouring heads whose gradients of K, and of V, lie side by side; of Q and of O those of a stage and rank. */
-UPIPE_API int upi_kv_grad_heads(const upipe_plan *p)
-{
-    return p->kv_grads_partial ? 1 : p->kv_per_rank;
-}
-
-/* Whether the heads that a tile sums over lie in more places than one. */
-UPIPE_API int upi_apart(const upipe_plan *p)
-{
-    int stage, rank;
-    return upipe_plan_q_place(p, 0, &stage, &rank).count < p->desc.heads ||
-           upi_kv_grad_heads(p) < p->desc.kv_heads;
-}
-
-/* Elements of all heads of a row, of O or dQ, whichever has more. */
-UPIPE_API int64_t upi_widest(const upipe_plan *p)
-{
-    return (int64_t)p->desc.heads * (p->desc.v_dim > p->desc.head_dim ? p->desc.v_dim : p->desc.head_dim);
-}
-
-/* The largest scratch of a tile's products with all heads: for dX, and with wo for y. */
-UPIPE_API size_t upi_tile_scratch(const upipe_ops *ops, const upipe_pass *f)
-{
-    const upipe_plan_desc *d = &f->plan->desc;
-    const upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, (int32_t)d->model_dim);
-    const int32_t width = d->heads * d->v_dim;
-    upipe_view wo = upipe_view_packed(NULL, d->dtype, d->model_dim, 1, width);
-    upipe_view o = upipe_view_packed(NULL, d->dtype, f->tile_rows, d->heads, d->v_dim);
-    size_t most = 0;
-    float none[1];
-    int which;
-    if (f->layer->wo != NULL)
-        most = ops->gemm_bytes(ops, sum, o, upipe_view_heads(wo, d->heads), UPIPE_GEMM_TRANS_B);
-    for (which = UPIPE_PROJ_Q; which <= UPIPE_PROJ_V; ++which) {
-        const int heads = upi_heads_of(f->plan, (upipe_proj)which);
-        const upipe_view cols = upipe_view_packed(NULL, d->dtype, f->tile_rows, heads, f->dim[which]);
-        const upipe_view w =
-            upi_weight_rows(f, none, d->dtype, upipe_head_run_make(heads, 1, 0, 1), (upipe_proj)which);
-        most = upipe_max_bytes(
-            most, ops->gemm_bytes(ops, sum, cols, w, which > UPIPE_PROJ_Q ? UPIPE_GEMM_ACCUMULATE : 0));
-    }
-    return most;
-}
-
-/* The largest scratch of the output projection's products with the heads of one stage and rank. */
+/* The largest scratch of the output projection's products with the heads of one stage and rank, and of a tile's with all. */
 UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_pass *f, int heads)
 {
     const upipe_plan *p = f->plan;
@@ -96,7 +53,11 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_pass *f, int 
     upipe_view wo = upipe_view_make(NULL, t, model, width, 1, columns, columns);
     upipe_view block = upipe_view_packed(NULL, t, p->rows, 1, columns);
     upipe_view grad = upipe_view_make(NULL, UPIPE_F32, model, width, 1, columns, columns);
-    const size_t most = ops->gemm_bytes(ops, block, x, wo, 0);
+    upipe_view sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, model);
+    upipe_view all = upipe_view_packed(NULL, t, f->tile_rows, p->desc.heads, p->desc.v_dim);
+    upipe_view by_head = upipe_view_heads(upipe_view_packed(NULL, t, model, 1, width), p->desc.heads);
+    size_t most = ops->gemm_bytes(ops, sum, all, by_head, UPIPE_GEMM_TRANS_B);
+    most = upipe_max_bytes(most, ops->gemm_bytes(ops, block, x, wo, 0));
     return upipe_max_bytes(most, ops->gemm_bytes(ops, grad, x, block, by_tokens));
 }
 
@@ -115,7 +76,6 @@ UPIPE_API void upi_scratch_add(const upipe_ops *ops, upipe_pass *f, int merge)
     size_t adding = 0;
     upipe_head_run h;
     int stage, rank;
-    s.gemm = upipe_max_bytes(s.gemm, upi_tile_scratch(ops, f));
     if (p->kv_grads_accumulate) { /* all heads of K, then of V, are complete at once */
         h = upipe_head_run_all_kv(p);
         s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_K, h));
@@ -144,9 +104,10 @@ UPIPE_API void upi_scratch_add(const upipe_ops *ops, upipe_pass *f, int merge)
     }
     if (p->desc.dtype != UPIPE_F32)
         s.tile = upipe_max_bytes(s.tile, (size_t)(f->tile_rows * p->desc.model_dim) * 4);
-    if (upi_apart(p))
-        s.heads = upipe_max_bytes(s.heads,
-                                  (size_t)(f->tile_rows * upi_widest(p)) * upipe_dtype_bytes(p->desc.dtype));
+    if (p->desc.ranks > 1 || p->stages > 1 || (p->kv_grads_partial && p->desc.kv_heads > 1))
+        s.heads = upipe_max_bytes(
+            s.heads, (size_t)f->tile_rows * upipe_max_bytes((size_t)p->desc.head_dim, (size_t)p->desc.v_dim) *
+                         (size_t)p->desc.heads * upipe_dtype_bytes(p->desc.dtype));
     f->scratch = s;
 }
 
