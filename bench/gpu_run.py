@@ -221,6 +221,13 @@ def failures(figures):
                 yield f'{kernel["name"]} of {figure["command"]} ({kernel["failed"]})'
 
 
+def command_words(options, stage):
+    """The flags that a figure of this stage comes from."""
+    if not options.brief:
+        return ['--stage', stage]
+    return ['--brief', *['--second'] * options.second, *(word for name in options.stage or [] for word in ('--stage', name))]
+
+
 def keep(run, stage, cases, measure=number, show=lambda figure: None):
     """Measures the cases, each a command, and writes the stage's file, beside an earlier one until the last figure is there.
 
@@ -228,7 +235,7 @@ def keep(run, stage, cases, measure=number, show=lambda figure: None):
     """
     good, beside = (os.path.join(run.results, f'gpu_{stage}{end}') for end in ('.json', '.failed.json'))
     whole = {'stage': stage, 'date': datetime.datetime.now(datetime.timezone.utc).strftime('%Y-%m-%d'),
-             'command': 'python3 bench/gpu.py ' + ('--brief' if run.options.brief else f'--stage {stage}'),
+             'command': ' '.join(['python3 bench/gpu.py', *command_words(run.options, stage)]),
              'device': number(run, ['device']),
              'driver': run.ask_driver('driver_version,clocks.max.sm,power.limit'), 'figures': []}
     had = {}

@@ -442,6 +442,10 @@ def others():
     run_command([PLAN, '--machine', 'h100x8', '--write-machine', written]).check_returncode()
     words = ['--model', 'llama3-8b', '--tokens', '1M', '--as', 'torchtitan']
     check(plan(*words) == plan(*words, '--machine', written), 'a machine is not what was written')
+    measured = os.path.join(TOP, 'bench', 'results', 'machine_h200.json')
+    faster, preset = (plan('--model', 'llama3-8b', '--tokens', '1M', '--machine', name) for name in (measured, 'h200x8'))
+    check(faster['gpu_bytes'] == preset['gpu_bytes'] and faster['seconds_step'] != preset['seconds_step'],
+          'measured rates are not read')
     attention = os.path.join(TOP, 'bench', 'results', 'attn_avx512.json')
     products = os.path.join(TOP, 'bench', 'results', 'gemm.json')
     run_command([PLAN, '--machine', 'cpu', '--calibrate', attention, '--calibrate', products, '--write-machine',

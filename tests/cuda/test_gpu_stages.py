@@ -300,6 +300,7 @@ def test_second(_):
     ran = {name for name, _, _ in device.commands}
     check({'compute-sanitizer', 'ncu', 'test_cuda_attn'} <= ran, f'left out: {ran}')
     check('gpu_repeat.json' in held, f'no figures: {sorted(held)}')
+    equal(json.loads(held['gpu_repeat.json'])['command'], 'python3 bench/gpu.py --brief --second', 'the command')
 
 
 def test_some(_):
@@ -309,6 +310,23 @@ def test_some(_):
     bounds(device, lines, gpu.BRIEF)
     equal(status, 0, 'the status')
     equal({name for name in held if name.startswith('gpu_')}, {'gpu_rows.json', 'gpu_transfer.json'}, 'figures')
+    equal(json.loads(held['gpu_rows.json'])['command'], 'python3 bench/gpu.py --brief --stage rows --stage transfer',
+          'the command')
+
+
+def test_chart(folder):
+    """A contestant that refuses every shape has no bars, and the others have theirs."""
+    device = Device()
+    _, _, held, _ = go(device, '--stage', 'roofline', '--stage', 'attention')
+    whole = json.loads(held['gpu_attention.json'])
+    for figure in whole['figures']:
+        figure['kernels'] = [{'name': 'cudnn', 'refused': 'no'} if kernel['name'] == 'cudnn' else kernel
+                             for kernel in figure['kernels']]
+    write(os.path.join(folder, 'gpu_attention.json'), json.dumps(whole))
+    write(os.path.join(folder, 'gpu_roofline.json'), held['gpu_roofline.json'].decode())
+    done = run_command([sys.executable, os.path.join(TOP, 'bench', 'gpu.py'), '--stage', 'chart', '--results', folder])
+    check(done.returncode == 0 and ('gpu_attention.png' in done.stderr or 'matplotlib is not installed' in done.stderr),
+          f'{done.returncode}: {done.stderr[-300:]}')
 
 
 def test_sessions(_):
@@ -397,4 +415,4 @@ def test_pack(folder):
 
 if __name__ == '__main__':
     sys.exit(run_tests('gpu_stages', test_good, test_hang, test_wrong, test_all_wrong, test_sticky, test_late_hang, test_lost, test_second,
-                       test_some, test_flags, test_sessions, test_signal, test_pack))
+                       test_some, test_chart, test_flags, test_sessions, test_signal, test_pack))

@@ -224,24 +224,22 @@ static int check_run(int what, int fails, const char *const *parts, int count)
 static void test_word(void)
 {
     const uint64_t fresh = (uint64_t)((0x100000 - 3) << 11) << 32 | (0x100000 - 3) << 1;
-    const uint64_t owes = fresh + ((uint64_t)1 << 43) + ((uint64_t)(0x200000 - 4096) << 21),
-                   other = fresh | (uint64_t)1 << 63, half = 0x000003fc001ffffe, given = 0x7fffa000001fffe8;
+    const struct {
+        uint64_t word;
+        int pending, count, bytes;
+    } rows[] = {{fresh, 3, 3, 0},
+                {fresh | (uint64_t)1 << 63, 3, 3, 0},
+                {fresh + ((uint64_t)1 << 43) + ((uint64_t)(0x200000 - 4096) << 21), 2, 3, 4096},
+                {fresh + ((uint64_t)3 << 43), 0, 3, 0},
+                {fresh | (uint64_t)512 << 21, 3, 3, -512},
+                {0x000003fc001ffffe, 0, 1, 8192},
+                {0x7fffa000001fffe8, 12, 12, 0}};
     char text[UPIPE_CUDA_WATCH_TEXT] = "before";
-    CHECK_INT(upi_cuda_watch_pending(fresh), 3);
-    CHECK_INT(upi_cuda_watch_count(fresh), 3);
-    CHECK_INT(upi_cuda_watch_bytes(fresh), 0);
-    CHECK_INT(upi_cuda_watch_pending(owes), 2);
-    CHECK_INT(upi_cuda_watch_bytes(owes), 4096);
-    CHECK_INT(upi_cuda_watch_count(owes), 3);
-    CHECK_INT(upi_cuda_watch_pending(other), 3);
-    CHECK_INT(upi_cuda_watch_pending(fresh + ((uint64_t)3 << 43)) & 0xfffff, 0);
-    CHECK_INT(upi_cuda_watch_bytes(fresh | (uint64_t)512 << 21), -512);
-    CHECK_INT(upi_cuda_watch_pending(half), 0);
-    CHECK_INT(upi_cuda_watch_count(half), 1);
-    CHECK_INT(upi_cuda_watch_bytes(half), 8192);
-    CHECK_INT(upi_cuda_watch_pending(given), 12);
-    CHECK_INT(upi_cuda_watch_count(given), 12);
-    CHECK_INT(upi_cuda_watch_bytes(given), 0);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; ++i) {
+        CHECK_INT(upi_cuda_watch_pending(rows[i].word), rows[i].pending);
+        CHECK_INT(upi_cuda_watch_count(rows[i].word), rows[i].count);
+        CHECK_INT(upi_cuda_watch_bytes(rows[i].word), rows[i].bytes);
+    }
     CHECK_INT(upipe_cuda_watch_text(NULL, text, sizeof text), 0);
     CHECK_INT(text[0], 0);
 }
