@@ -266,11 +266,11 @@ static void test_trace(void)
     m.clock = clock_step;
     m.user = &ticks;
     upipe_mem_phase(&m, 0, "first");
-    upipe_mem_alloc(&m, &a, 100, UPIPE_USE_PART(UPIPE_USE_MLP, 1), "a", NULL);
+    upipe_mem_alloc(&m, &a, 100, UPIPE_USE_MLP, "a", NULL);
     upipe_mem_alloc(&m, &b, 50, UPIPE_USE_OTHER, "b", NULL);
     upipe_mem_free(&m, a, NULL);
     upipe_mem_phase(&m, 1, "second");
-    upipe_mem_alloc(&m, &c, 30, UPIPE_USE_PART(UPIPE_USE_MLP, 2), "c", NULL);
+    upipe_mem_alloc(&m, &c, 30, UPIPE_USE_MLP, "c", NULL);
     CHECK_INT(m.phase_peak[0], 150);
     CHECK_INT(m.phase_peak[1], 80);
     CHECK_INT(upipe_mem_largest(&m, UPIPE_USE_MLP), 100);

@@ -567,6 +567,54 @@ static void test_well(void)
     }
 }
 
+/* ---- blocks of the host's own ---- */
+
+static void door_layer(host *h)
+{
+    up_to_bwd(h);
+    WELL(bwd(h));
+}
+
+static void door_qkv(host *h)
+{
+    WELL(qkv_fwd(h));
+    WELL(qkv_bwd(h));
+}
+
+static void door_segments(host *h)
+{
+    WELL(fpdt_fwd(h));
+    WELL(fpdt_bwd(h));
+}
+
+/* A block of the host's has any use, and stays what it is: gradients are those of a pool without it. */
+static void test_blocks(void)
+{
+    enum { USES = UPIPE_USE_STREAM + 1, BYTES = 1 << 14, ROWS = 5 * TOKENS * MODEL };
+    static well *const doors[] = {door_layer, door_qkv, door_segments};
+    size_t i;
+    for (i = 0; i < sizeof doors / sizeof *doors; ++i) {
+        host *alone = host_begin(), *h = host_begin();
+        void *blocks[USES];
+        int use;
+        doors[i](alone);
+        for (use = 0; use < USES; ++use) {
+            WELL(upipe_alloc(&h->c, &blocks[use], BYTES, use, "own"));
+            memset(blocks[use], 1 + use, BYTES);
+        }
+        doors[i](h);
+        CHECK_BYTES(h->grads, alone->grads, LAYER * sizeof(float));
+        CHECK_BYTES(h->rows, alone->rows, ROWS * sizeof(float));
+        for (use = 0; use < USES; ++use) {
+            const char *block = (const char *)blocks[use];
+            CHECK(block[0] == 1 + use && memcmp(block, block + 1, BYTES - 1) == 0);
+            WELL(upipe_free(&h->c, blocks[use]));
+        }
+        host_end(alone, "without blocks");
+        host_end(h, "blocks");
+    }
+}
+
 /* ---- one rank of two is wrong ---- */
 
 typedef struct pair {
@@ -613,6 +661,7 @@ int main(void)
 {
     test_table();
     test_well();
+    test_blocks();
     test_pair();
     return test_end("mistakes");
 }

@@ -246,9 +246,9 @@ UPIPE_API upipe_status upi_dry_guard(void *user, size_t bytes, int use, const ch
     const upipe_mem *m = &dry->mem;
     int i;
     (void)tag;
-    if (UPIPE_USE_OF(use) != UPIPE_USE_QKV || m->phase >= (int)UPIPE_BWD_BEFORE) return UPIPE_OK;
+    if (use != UPIPE_USE_QKV || m->phase >= (int)UPIPE_BWD_BEFORE) return UPIPE_OK;
     for (i = 0; i < m->blocks_n; ++i)
-        if (UPIPE_USE_OF(m->blocks[i].use) == UPIPE_USE_QKV) bytes += m->blocks[i].bytes;
+        if (m->blocks[i].use == UPIPE_USE_QKV) bytes += m->blocks[i].bytes;
     dry->intermediate_fwd = upipe_max_bytes(dry->intermediate_fwd, bytes);
     return UPIPE_OK;
 }

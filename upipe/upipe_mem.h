@@ -51,7 +51,7 @@ typedef enum upipe_use {
     UPIPE_USE_STAT,       /* lse and delta */
     UPIPE_USE_GRAD,       /* gradients of activations of the attention block */
     UPIPE_USE_DK,         /* of them: dK of a round at its tokens, */
-    UPIPE_USE_DV,         /* and dV; UPIPE_USE_PART says which round */
+    UPIPE_USE_DV,         /* and dV */
     UPIPE_USE_SCRATCH,    /* of products and attention; sums in f32 */
     UPIPE_USE_MLP,        /* a tile of the MLP */
     UPIPE_USE_LOSS,       /* a tile of the head and the loss */
@@ -63,11 +63,6 @@ typedef enum upipe_use {
     UPIPE_USE_CHECKPOINT, /* activations that are kept for the backward */
     UPIPE_USE_STREAM      /* the residual stream */
 } upipe_use;
-
-/* The use of number `part` of several blocks that are alike, 0 <= part < 2^23; upipe_mem_find finds them. */
-#define UPIPE_USE_PART(use, part) ((int)(use) | (part) << 8)
-/* The upipe_use alone. */
-#define UPIPE_USE_OF(use) ((use)&255)
 
 /* The columns of the paper's tables; peaks are kept for each. Everything else counts as OTHER. */
 typedef enum upipe_phase {
@@ -96,7 +91,7 @@ typedef struct upipe_mem_block {
     size_t offset, bytes, span; /* from the slab's start; asked for; occupied */
     int64_t serial;             /* 1 for the pool's first allocation */
     const char *tag;            /* the caller's, for people; kept by address */
-    int use;                    /* a upipe_use, or UPIPE_USE_PART of one */
+    int use;                    /* a upipe_use */
     int quarantined;
 } upipe_mem_block;
 
@@ -218,7 +213,7 @@ UPIPE_API upipe_status upipe_mem_destroy(upipe_mem *m, upipe_err *e)
 
 /* upipe_mem_alloc -- a block of `bytes` bytes with undefined contents
  *   out     its address, a multiple of 64 bytes if the slab's is; NULL for 0 bytes
- *   use     what it is for: a upipe_use, or UPIPE_USE_PART of one
+ *   use     what it is for: a upipe_use
  *   tag     its name in traces and errors: a plain word that outlives the pool
  *   errors  MEMORY (the sentence has the live bytes, the largest hole and the slab's size); ARG where the pool is
  *           quarantined; or the guard's status
@@ -405,14 +400,6 @@ UPIPE_API int upipe_tiles_next(upipe_mem *m, upipe_tiles *t, int64_t all, int64_
     return left > 0;
 }
 
-/* upipe_mem_find -- the address of the live block with this use, which may be UPIPE_USE_PART; NULL: there is none */
-UPIPE_API void *upipe_mem_find(const upipe_mem *m, int use)
-{
-    int i = 0;
-    while (i < m->blocks_n && m->blocks[i].use != use) ++i;
-    return i < m->blocks_n ? m->slab + m->blocks[i].offset : NULL;
-}
-
 /* From now on the peaks of ctx->mem count for this phase of the attention block. */
 UPIPE_API void upipe_phase_set(upipe_ctx *c, upipe_phase phase)
 {
@@ -420,7 +407,7 @@ UPIPE_API void upipe_phase_set(upipe_ctx *c, upipe_phase phase)
 }
 
 /* upipe_mem_largest -- the largest number of live bytes, over the traced run, of the blocks with this use
- *   use     a upipe_use: all parts. Needs the whole trace: from the pool's first allocation on, with
+ *   use     a upipe_use. Needs the whole trace: from the pool's first allocation on, with
  *           events_lost = 0
  */
 UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, upipe_use use)
@@ -429,7 +416,7 @@ UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, upipe_use use)
     int64_t i;
     for (i = 0; i < m->events_n; ++i) {
         const upipe_mem_event *e = &m->events[i];
-        if (e->kind == 0 || UPIPE_USE_OF(e->use) != (int)use) continue;
+        if (e->kind == 0 || e->use != (int)use) continue;
         live = e->kind > 0 ? live + e->bytes : live - e->bytes;
         if (live > most) most = live;
     }

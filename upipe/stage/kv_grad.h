@@ -3,10 +3,9 @@
  * The stages of a round add to dK' and dV' in f32. After the last one they are sent back to the ranks of
  * their tokens, where dWk and dWv are formed, and kept until dX is formed:
  *
- *     a rank's own heads      in the storage type, [rank][batch][T][kv_per_rank][dim] for each round: blocks of the
- *                             pool with the uses UPIPE_USE_DK and UPIPE_USE_DV, whose part is the round
- *     shared heads (partial)  summed over ranks in rank order, one buffer [Hkv][batch][T][dim]: f->dkv_sum. Where
- *                             sums continue over stages (in order, uneven heads): in f32 until the last stage
+ *     a rank's own heads      in the storage type, [rank][batch][T][kv_per_rank][dim] for each round
+ *     shared heads (partial)  summed over ranks in rank order, one buffer [Hkv][batch][T][dim]. Where sums continue over
+ *                             stages (in order, uneven heads): in f32 until the last stage
  */
 #ifndef UPIPE_STAGE_KV_GRAD_H
 #define UPIPE_STAGE_KV_GRAD_H
@@ -19,10 +18,11 @@ UPIPE_API upipe_status upi_kv_grad_sums(upipe_ctx *c, upipe_pass *f)
     const upipe_buffers *b = &f->plan->buffers;
     const size_t e = upipe_dtype_bytes(f->plan->desc.dtype), dk = b->token_dk / e * 4,
                  dv = b->token_dv / e * 4;
-    UPIPE_TRY(upipe_alloc(c, &f->dkv_sum.k, dk, UPIPE_USE_DK, "dk"));
-    UPIPE_TRY(upipe_alloc(c, &f->dkv_sum.v, dv, UPIPE_USE_DV, "dv"));
-    UPIPE_TRY(c->ops->zero(c, f->dkv_sum.k, dk));
-    return c->ops->zero(c, f->dkv_sum.v, dv);
+    upipe_kv_pair *sum = &f->dkv_tokens[0];
+    UPIPE_TRY(upipe_alloc(c, &sum->k, dk, UPIPE_USE_DK, "dk"));
+    UPIPE_TRY(upipe_alloc(c, &sum->v, dv, UPIPE_USE_DV, "dv"));
+    UPIPE_TRY(c->ops->zero(c, sum->k, dk));
+    return c->ops->zero(c, sum->v, dv);
 }
 
 /* dK' and dV' that stage i adds to: zero where its K' and V' are new. Ranks without common rounds use one pair of
@@ -121,23 +121,19 @@ UPIPE_API upipe_status upi_kv_grad_reduce(upipe_ctx *c, const upipe_pass *f, int
     return upipe_free(c, partial);
 }
 
-/* dK or dV of a round at its tokens. */
-UPIPE_API void *upi_kv_grad_at(upipe_ctx *c, const upipe_pass *f, upipe_proj which, int round)
+/* The place of dK or dV of a round at its tokens. */
+UPIPE_API void **upi_kv_grad_at(upipe_pass *f, upipe_proj which, int round)
 {
-    if (f->plan->kv_grads_partial) return which == UPIPE_PROJ_K ? f->dkv_sum.k : f->dkv_sum.v;
-    return upipe_mem_find(c->mem, UPIPE_USE_PART(which == UPIPE_PROJ_K ? UPIPE_USE_DK : UPIPE_USE_DV, round));
+    upipe_kv_pair *tokens = &f->dkv_tokens[f->plan->kv_grads_partial ? 0 : round];
+    return which == UPIPE_PROJ_K ? &tokens->k : &tokens->v;
 }
 
-/* Allocates it. */
-UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upipe_pass *f, upipe_proj which, int round,
-                                         void **tokens)
+/* Allocates a block of its size. */
+UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, const upipe_plan *p, upipe_proj which, void **tokens)
 {
-    const upipe_plan *p = f->plan;
     const int is_k = which == UPIPE_PROJ_K;
-    UPIPE_TRY(upipe_alloc(c, tokens, is_k ? p->buffers.token_dk : p->buffers.token_dv,
-                          UPIPE_USE_PART(is_k ? UPIPE_USE_DK : UPIPE_USE_DV, round), is_k ? "dk" : "dv"));
-    if (p->kv_grads_partial) *(is_k ? &f->dkv_sum.k : &f->dkv_sum.v) = *tokens;
-    return UPIPE_OK;
+    return upipe_alloc(c, tokens, is_k ? p->buffers.token_dk : p->buffers.token_dv,
+                       is_k ? UPIPE_USE_DK : UPIPE_USE_DV, is_k ? "dk" : "dv");
 }
 
 /* After a round's last stage i: sends dK' and dV' to the ranks of their tokens, and forms dWk and dWv unless
@@ -145,9 +141,9 @@ UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upipe_pass *f, upipe_proj
 UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upipe_pass *f, int i, upipe_kv_pair *round)
 {
     const upipe_plan *p = f->plan;
-    const int stage = i + p->width - 1, n = p->kv_grads_partial ? 0 : upipe_plan_stage(p, stage).round;
+    const int stage = i + p->width - 1, n = upipe_plan_stage(p, stage).round;
     upipe_kv_pair own = *round;
-    void *grads[2], *tokens[2], *buf;
+    void *grads[2], **tokens[2], *buf;
     int k;
     if (!upipe_plan_stage(p, stage).kv_last) return UPIPE_OK;
     if (p->kv_gathered) {
@@ -159,18 +155,16 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upipe_pass *f, int i, upi
     UPIPE_TRY(upipe_alloc(c, &buf, p->buffers.kv_grad, UPIPE_USE_GRAD, "kv_grad"));
     for (k = 0; k < 2; ++k) {
         const upipe_proj which = k == 0 ? UPIPE_PROJ_K : UPIPE_PROJ_V;
-        if (p->kv_grads_accumulate)
-            tokens[k] = upi_kv_grad_at(c, f, which, n);
-        else
-            UPIPE_TRY(upi_kv_grad_alloc(c, f, which, n, &tokens[k]));
-        UPIPE_TRY(upi_kv_grad_to_tokens(c, f, stage, which, grads[k], tokens[k], buf));
+        tokens[k] = upi_kv_grad_at(f, which, n);
+        if (!p->kv_grads_accumulate) UPIPE_TRY(upi_kv_grad_alloc(c, p, which, tokens[k]));
+        UPIPE_TRY(upi_kv_grad_to_tokens(c, f, stage, which, grads[k], *tokens[k], buf));
         if (p->kv_rounds_shared) UPIPE_TRY(upipe_free(c, grads[k]));
     }
     UPIPE_TRY(upipe_free(c, buf));
     if (!p->kv_rounds_shared && p->kv_gathered) UPIPE_TRY(upi_kv_free(c, &own));
     if (p->kv_grads_accumulate) return UPIPE_OK; /* complete after the last stage: upi_kv_grad_end */
-    UPIPE_TRY(upi_stage_grad(c, f, UPIPE_PROJ_K, stage - p->steps + 1, tokens[0]));
-    return upi_stage_grad(c, f, UPIPE_PROJ_V, stage - p->steps + 1, tokens[1]);
+    UPIPE_TRY(upi_stage_grad(c, f, UPIPE_PROJ_K, stage - p->steps + 1, *tokens[0]));
+    return upi_stage_grad(c, f, UPIPE_PROJ_V, stage - p->steps + 1, *tokens[1]);
 }
 
 /* Casts sums over stages to the storage type: *sum becomes a new block. */
@@ -178,11 +172,9 @@ UPIPE_API upipe_status upi_kv_grad_narrow(upipe_ctx *c, const upipe_pass *f, upi
 {
     const upipe_plan *p = f->plan;
     const int64_t n = p->rows * p->desc.kv_heads;
-    const int is_k = which == UPIPE_PROJ_K;
     void *narrow;
     if (p->desc.dtype == UPIPE_F32) return UPIPE_OK;
-    UPIPE_TRY(upipe_alloc(c, &narrow, is_k ? p->buffers.token_dk : p->buffers.token_dv,
-                          is_k ? UPIPE_USE_DK : UPIPE_USE_DV, is_k ? "dk" : "dv"));
+    UPIPE_TRY(upi_kv_grad_alloc(c, p, which, &narrow));
     UPIPE_TRY(c->ops->cast(c, upipe_view_packed(narrow, p->desc.dtype, n, 1, f->dim[which]),
                            upipe_view_packed(*sum, UPIPE_F32, n, 1, f->dim[which])));
     UPIPE_TRY(upipe_free(c, *sum));
@@ -195,27 +187,25 @@ UPIPE_API upipe_status upi_kv_grad_narrow(upipe_ctx *c, const upipe_pass *f, upi
 UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, upipe_pass *f)
 {
     const upipe_head_run all = upipe_head_run_all_kv(f->plan);
+    upipe_kv_pair *sum = &f->dkv_tokens[0];
     if (!f->plan->kv_rounds_shared) UPIPE_TRY(upi_kv_free(c, &f->dkv));
-    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_K, &f->dkv_sum.k));
-    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_V, &f->dkv_sum.v));
-    UPIPE_TRY(f->grad(c, f, UPIPE_PROJ_K, all, f->dkv_sum.k));
-    return f->grad(c, f, UPIPE_PROJ_V, all, f->dkv_sum.v);
+    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_K, &sum->k));
+    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_V, &sum->v));
+    UPIPE_TRY(f->grad(c, f, UPIPE_PROJ_K, all, sum->k));
+    return f->grad(c, f, UPIPE_PROJ_V, all, sum->v);
 }
 
 /* Frees dK and dV that are not read any more. */
 UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, upipe_pass *f)
 {
     int n;
-    if (f->plan->kv_grads_partial) return upi_kv_free(c, &f->dkv_sum);
-    for (n = 0; n < f->plan->rounds; ++n) {
-        UPIPE_TRY(upipe_free(c, upi_kv_grad_at(c, f, UPIPE_PROJ_V, n)));
-        UPIPE_TRY(upipe_free(c, upi_kv_grad_at(c, f, UPIPE_PROJ_K, n)));
-    }
+    for (n = 0; n < (f->plan->kv_grads_partial ? 1 : f->plan->rounds); ++n)
+        UPIPE_TRY(upi_kv_free(c, &f->dkv_tokens[n]));
     return UPIPE_OK;
 }
 
 /* dK or dV of the neighbouring heads from `head` on that are contiguous: a matrix [rows][n * dim]. */
-UPIPE_API upipe_view upi_kv_grad_matrix(upipe_ctx *c, const upipe_pass *f, int head, upipe_proj which)
+UPIPE_API upipe_view upi_kv_grad_matrix(upipe_pass *f, int head, upipe_proj which)
 {
     const upipe_plan *p = f->plan;
     const int n = p->kv_grads_partial ? 1 : p->kv_per_rank;
@@ -224,7 +214,7 @@ UPIPE_API upipe_view upi_kv_grad_matrix(upipe_ctx *c, const upipe_pass *f, int h
         upipe_plan_q_place(p, head * p->group, &stage, &rank);
         at = rank;
     }
-    return upipe_view_packed((char *)upi_kv_grad_at(c, f, which, upipe_plan_stage(p, stage).round) +
+    return upipe_view_packed((char *)*upi_kv_grad_at(f, which, upipe_plan_stage(p, stage).round) +
                                  (size_t)at * upipe_plan_rows_bytes(p, n, f->dim[which]),
                              p->desc.dtype, p->rows, 1, n * f->dim[which]);
 }

@@ -149,7 +149,8 @@ typedef struct upipe_pass {
     int in_flight;   /* stages between load and store: 2 in a pipeline, otherwise 1 */
     upi_stage_buffers stage[2]; /* those of stage i are at i % in_flight */
     upipe_kv_pair kv, dkv;      /* of the stage that was loaded last */
-    upipe_kv_pair dkv_sum;      /* shared heads: dK, dV by tokens, of all heads */
+    upipe_kv_pair
+        dkv_tokens[UPIPE_STAGES_MAX]; /* of each round at its tokens; shared heads: [0], of all heads */
     upipe_kv_pair next, own; /* all-gather ring: K', V' being gathered for stage `coming`; this rank's part */
     int coming;              /* 0: none is being gathered */
 } upipe_pass;

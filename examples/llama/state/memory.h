@@ -61,7 +61,7 @@ typedef struct memory_dry {
 /* The part that a block belongs to. What attention leaves for its backward waits through the MLP's. */
 static inline int memory_part(int use, int phase)
 {
-    switch (UPIPE_USE_OF(use)) {
+    switch (use) {
     case UPIPE_USE_WEIGHTS:
         return MEMORY_WEIGHTS;
     case UPIPE_USE_GRADIENTS:
