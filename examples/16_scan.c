@@ -102,7 +102,7 @@ static void convolve_back(float *dx, float *dbefore, const float *dv, int64_t n)
             for (int e = 0; e < V; ++e) row_at(dx, dbefore, i - t)[e] += taps[t] * dv[i * V + e];
 }
 
-static upipe_status layer(upipe_ctx *c, const upipe_scan *s, const part *p, float *states)
+static upipe_status layer(upipe_ctx *c, const upipe_scan *s, const part *p, upipe_states *states)
 {
     sequence *q = p->s;
     float before[(TAPS - 1) * V];
@@ -129,15 +129,17 @@ static upipe_status rank_main(void *user, int rank)
     upipe_scan s = {
         .plan = &plan, .heads = HEADS, .key_dim = KEY, .value_dim = VALUE, .stage_heads = STAGE_HEADS};
     part p = {.s = q};
-    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL), *states;
+    upipe_states states = {0};
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL), *data;
     upipe_status status;
     upipe_mem_init(&mem, slab, slab != NULL ? POOL : 0, blocks, BLOCKS);
     s.halo = TAPS - 1, s.fwd = rule_fwd, s.bwd = rule_bwd, s.user = &p;
     status = upipe_plan_init(&plan, &d, &c.err);
     if (status == UPIPE_OK) p.first = upipe_shard_pos(&plan.shard, 0), p.n = plan.local;
     if (status == UPIPE_OK)
-        status = upipe_alloc(&c, &states, STATE * sizeof(float), UPIPE_USE_CHECKPOINT, "states");
-    if (status == UPIPE_OK) status = layer(&c, &s, &p, (float *)states);
+        status = upipe_alloc(&c, &data, STATE * sizeof(float), UPIPE_USE_CHECKPOINT, "states");
+    if (status == UPIPE_OK) states.data = (float *)data;
+    if (status == UPIPE_OK) status = layer(&c, &s, &p, &states);
     if (status != UPIPE_OK) upipe_comm_abort(c.team, c.err.text);
     q->sent[rank] = c.team->sent_bytes;
     free(slab);

@@ -131,7 +131,8 @@ static upipe_status pass_body(void *user, int rank)
         .plan = &r.plan, .borders = p->x->borders, .heads = p->x->heads, .stage_heads = p->stage_heads};
     const size_t bytes = (size_t)count_of(p->x, 5) * 4;
     const int last = rank == p->team.ranks - 1;
-    float *states = (float *)zeroed(bytes), *carry = (float *)zeroed(bytes);
+    upipe_states states = {.data = (float *)zeroed(bytes)};
+    float *carry = (float *)zeroed(bytes);
     upipe_mem mem;
     upipe_ctx c = {.team = upipe_threads_comm(&p->team, rank)};
     context_pool(&c, &mem, &p->ops, 1 << 20, 8);
@@ -139,10 +140,10 @@ static upipe_status pass_body(void *user, int rank)
     s.key_dim = p->x->key_dim, s.value_dim = p->x->value_dim;
     s.fwd = pass_fwd, s.bwd = pass_bwd, s.user = &r;
     if (rank == 0) memcpy(carry, p->x->state, bytes);
-    UPIPE_TRY(upipe_scan_fwd(&c, c.team, &s, states, carry));
+    UPIPE_TRY(upipe_scan_fwd(&c, c.team, &s, &states, carry));
     if (rank == 0) memcpy(p->x->end, carry, bytes);
     if (last) memcpy(carry, p->x->dend, bytes);
-    UPIPE_TRY(upipe_scan_bwd(&c, c.team, &s, states, carry));
+    UPIPE_TRY(upipe_scan_bwd(&c, c.team, &s, &states, carry));
     if (last) memcpy(p->x->dstate, carry, bytes);
     upipe_mem_destroy(&mem, NULL);
     return UPIPE_OK;

@@ -68,7 +68,7 @@ static void counts_end(upipe_ctx *c, const upipe_comm *comm, const counts *n, in
 }
 
 /* Both directions of a segment, on a rank or in a dry run. */
-static upipe_status fwd_of(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn *a, float *states,
+static upipe_status fwd_of(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn *a, upipe_states *states,
                            float *carry)
 {
     counts n;
@@ -80,7 +80,7 @@ static upipe_status fwd_of(upipe_ctx *c, upipe_comm *comm, const upipe_linear_at
 }
 
 static upipe_status bwd_of(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn_grad *g,
-                           const float *states, float *carry)
+                           upipe_states *states, float *carry)
 {
     counts n;
     counts_begin(c, comm, &n);
@@ -95,9 +95,10 @@ static upipe_status dry_of(const upipe_linear_attn_grad *g, const upipe_ops *ops
     upipe_status s;
     upipe_dry *dry = dry_begin(g->a.plan, ops, &s);
     float *none = (float *)dry->mem.slab;
+    upipe_states states = {.data = none};
     UPIPE_TRY(s);
-    UPIPE_TRY(fwd_of(&dry->ctx, &dry->team, &g->a, none, carried ? none : NULL));
-    return bwd_of(&dry->ctx, &dry->team, g, none, carried ? none : NULL);
+    UPIPE_TRY(fwd_of(&dry->ctx, &dry->team, &g->a, &states, carried ? none : NULL));
+    return bwd_of(&dry->ctx, &dry->team, g, &states, carried ? none : NULL);
 }
 
 static upipe_status body(void *user, int rank)
@@ -112,21 +113,22 @@ static upipe_status body(void *user, int rank)
     upipe_ctx c = {0};
     upipe_plan plans[SEGMENTS_MAX];
     upipe_linear_attn_grad g[SEGMENTS_MAX];
-    float *states[SEGMENTS_MAX], *buffer = (float *)zeroed(bytes), *carry = w->carried ? buffer : NULL;
+    upipe_states states[SEGMENTS_MAX];
+    float *buffer = (float *)zeroed(bytes), *carry = w->carried ? buffer : NULL;
     context_pool(&c, &mem, &w->ops, 1 << 22, 8);
     upipe_comm_self(&self, &alone, w->ops.copy);
     c.team = w->ring > 1 ? &self : comm;
     if (rank == 0) memcpy(buffer, w->x->state, bytes);
     for (int s = 0; s < w->segments; ++s) {
         UPIPE_TRY(part_of(w, rank, s, &plans[s], &g[s], &c.err));
-        states[s] = (float *)slab_of(bytes);
+        states[s] = (upipe_states){.data = (float *)slab_of(bytes)};
         if (w->ring == 1) UPIPE_TRY(dry_of(&g[s], &w->ops, w->carried));
-        UPIPE_TRY(fwd_of(&c, comm, &g[s].a, states[s], carry));
+        UPIPE_TRY(fwd_of(&c, comm, &g[s].a, &states[s], carry));
     }
     if (w->carried && rank == 0) memcpy(w->x->end, carry, bytes);
     memset(buffer, 0, bytes);
     if (last) memcpy(buffer, w->x->dend, bytes);
-    for (int s = w->segments - 1; s >= 0; --s) UPIPE_TRY(bwd_of(&c, comm, &g[s], states[s], carry));
+    for (int s = w->segments - 1; s >= 0; --s) UPIPE_TRY(bwd_of(&c, comm, &g[s], &states[s], carry));
     if (w->carried && last) memcpy(w->x->dstate, carry, bytes);
     upipe_mem_destroy(&mem, NULL);
     return UPIPE_OK;
@@ -228,15 +230,15 @@ static upipe_status types_body(void *user, int rank)
     upipe_plan plan;
     upipe_mem mem;
     upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
-    float *states = floats(count_of(w->x, 5));
+    upipe_states states = {.data = floats(count_of(w->x, 5))};
     context_pool(&c, &mem, &w->ops, 1 << 22, 8);
     UPIPE_TRY(part_of(w, rank, 0, &plan, &g, &c.err));
     for (int i = 0; i < 8; ++i) {
         views[i]->dtype = job->type;
         views[i]->data = job->data[i] + upipe_shard_pos(&plan.shard, 0) * views[i]->h * views[i]->d;
     }
-    UPIPE_TRY(fwd_of(&c, c.team, &g.a, states, NULL));
-    UPIPE_TRY(bwd_of(&c, c.team, &g, states, NULL));
+    UPIPE_TRY(fwd_of(&c, c.team, &g.a, &states, NULL));
+    UPIPE_TRY(bwd_of(&c, c.team, &g, &states, NULL));
     upipe_mem_destroy(&mem, NULL);
     return UPIPE_OK;
 }
@@ -359,21 +361,22 @@ static void test_refusals(void)
     upipe_plan plan, other;
     upipe_plan_desc d;
     upipe_ctx c = {0};
-    float *states;
+    upipe_states states = {0};
     draw(&x, &r, 0.05);
-    states = floats(count_of(&x, 5));
+    states.data = floats(count_of(&x, 5));
     context_pool(&c, &mem, &w.ops, 1 << 20, 8);
     upipe_comm_self(&self, &alone, w.ops.copy);
     upipe_comm_self(&other_team, &other_alone, w.ops.copy);
     c.team = &self;
     CHECK_STATUS(part_of(&w, 0, 0, &plan, &g, &c.err), UPIPE_OK, c.err);
-#define REFUSED(change, status, words)                                                                       \
-    do {                                                                                                     \
-        t = g;                                                                                               \
-        change;                                                                                              \
-        CHECK_REFUSED(upipe_linear_attn_fwd(&c, &self, &t.a, states, NULL), UPIPE_ERR_##status, c.err,       \
-                      words);                                                                                \
-        CHECK_REFUSED(upipe_linear_attn_bwd(&c, &self, &t, states, NULL), UPIPE_ERR_##status, c.err, words); \
+#define REFUSED(change, status, words)                                                                  \
+    do {                                                                                                \
+        t = g;                                                                                          \
+        change;                                                                                         \
+        CHECK_REFUSED(upipe_linear_attn_fwd(&c, &self, &t.a, &states, NULL), UPIPE_ERR_##status, c.err, \
+                      words);                                                                           \
+        CHECK_REFUSED(upipe_linear_attn_bwd(&c, &self, &t, &states, NULL), UPIPE_ERR_##status, c.err,   \
+                      words);                                                                           \
     } while (0)
     REFUSED(t.a.plan = NULL, ARG, "its plan or its rules are NULL");
     REFUSED(t.a.rules = NULL, ARG, "its plan or its rules are NULL");
@@ -401,15 +404,15 @@ static void test_refusals(void)
     REFUSED(t.a.way = UPIPE_WAY_HEADS, UNSUPPORTED, "the all-to-all goes over ctx->team");
     c.team = &self;
     t = g;
-    CHECK_REFUSED((t.a.o.h = 1, upipe_linear_attn_fwd(&c, &self, &t.a, states, NULL)), UPIPE_ERR_ARG, c.err,
+    CHECK_REFUSED((t.a.o.h = 1, upipe_linear_attn_fwd(&c, &self, &t.a, &states, NULL)), UPIPE_ERR_ARG, c.err,
                   "o is [30][1][16]");
-    CHECK_REFUSED((t.dk.n = 1, upipe_linear_attn_bwd(&c, &self, &t, states, NULL)), UPIPE_ERR_ARG, c.err,
+    CHECK_REFUSED((t.dk.n = 1, upipe_linear_attn_bwd(&c, &self, &t, &states, NULL)), UPIPE_ERR_ARG, c.err,
                   "dk is [1][2][8]");
     CHECK_REFUSED(upipe_linear_attn_fwd(&c, &self, &g.a, NULL, NULL), UPIPE_ERR_ARG, c.err, "NULL");
-    CHECK_REFUSED(upipe_linear_attn_bwd(&c, &self, NULL, states, NULL), UPIPE_ERR_ARG, c.err, "NULL");
+    CHECK_REFUSED(upipe_linear_attn_bwd(&c, &self, NULL, &states, NULL), UPIPE_ERR_ARG, c.err, "NULL");
 #undef REFUSED
     CHECK_INT(mem.live, 0);
-    CHECK_STATUS(upipe_linear_attn_fwd(&c, &self, &g.a, states, NULL), UPIPE_OK, c.err);
+    CHECK_STATUS(upipe_linear_attn_fwd(&c, &self, &g.a, &states, NULL), UPIPE_OK, c.err);
     upipe_mem_destroy(&mem, NULL);
 }
 
@@ -436,14 +439,14 @@ static upipe_status failing_body(void *user, int rank)
     upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
     const double began = test_seconds();
     upipe_status s;
-    float *states = floats(count_of(w->x, 5));
+    upipe_states states = {.data = floats(count_of(w->x, 5))};
     context_pool(&c, &mem, &w->ops, rank == 2 && w->fault == FAULT_POOL ? 64 : 1 << 20, 8);
     UPIPE_TRY(part_of(w, rank, 0, &plan, &g, &c.err));
     broken.fwd = failing_rule;
     if (rank == 2 && w->fault == FAULT_RULE) g.a.rules = &broken;
     if (rank == 2 && w->fault == FAULT_NONE) g.a.stage_heads = g.a.v.h;
     if (rank == 2 && w->fault == FAULT_WAY) g.a.way = (upipe_way)((w->way + 1) % UPIPE_WAYS);
-    s = upipe_linear_attn_fwd(&c, c.team, &g.a, states, NULL);
+    s = upipe_linear_attn_fwd(&c, c.team, &g.a, &states, NULL);
     w->seconds[rank] = test_seconds() - began;
     CHECK_INT(mem.live, 0);
     CHECK_SAY(strstr(c.err.text, fault_words[w->fault]) != NULL, "rank %d: %s", rank, c.err.text);

@@ -92,8 +92,8 @@ static void test_refusals(void)
     REFUSED(q.l.plan = &zigzag, UNSUPPORTED, "neighbours of a zigzag ring hold no neighbouring tokens");
     REFUSED((q.l.borders = (upipe_borders){down, 1}), ARG, "packed document 0 is [3, 1)");
     REFUSED(q.x.n = 5, ARG, "x is f32 [5][1][4], not f32 [6][1][4]");
-    q = p, q.saved.given = 1;
-    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
+    q = p;
+    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, or not there any more");
     q = p, q.dx = q.x;
     CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "dx lies over x");
     q = p, q.y.dtype = UPIPE_BF16;
@@ -101,14 +101,14 @@ static void test_refusals(void)
     q = p;
     CHECK_STATUS(FWD(q), UPIPE_OK, c.err);
     q.l.chunk = 5;
-    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
+    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "its chunk is not that of the forward");
     q.l.chunk = 4, q.l.borders = (upipe_borders){documents, 2};
-    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
+    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "cu_seqlens_n is not that of the forward");
     q.l.borders = p.l.borders, q.l.first = 6;
-    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
+    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "position of its first token is not that of the forward");
     q.l.first = 0, q.l.plan = &longer;
     q.x.n = q.dx.n = q.dy.n = 7; /* which nothing reads */
-    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "save is NULL, consumed, or of another layer or plan");
+    CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "another plan than in the forward");
     q.l.plan = p.l.plan, q.x = p.x, q.dx = p.dx, q.dy = p.dy;
     CHECK_STATUS(BWD(q), UPIPE_OK, c.err);
     CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "consumed");
@@ -152,7 +152,7 @@ static upipe_status crossing_body(void *user, int rank)
     part_weights(&c, a, &p, 1);
     part_rows(&c, a, &p);
     f = upi_lin_fields(&p.l);
-    p.saved.given = rank > 0 ? upi_lin_given(&p.l, &f) : 0;
+    if (rank > 0) UPIPE_TRY(upi_lin_given(&c, &p.l, &f, &p.saved.given));
     s = rank > 0 ? upipe_linear_layer_bwd(&c, c.team, &p.l, p.dx, &p.grads, &p.saved, p.dy, p.x, NULL)
                  : upipe_linear_layer_fwd(&c, c.team, &p.l, &p.saved, p.y, p.x, NULL);
     CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c.err, "its direction (1: backward) is 0 on rank 0 and 1 on rank 1");

@@ -138,13 +138,12 @@ static void test_parts(void)
                  UPIPE_OK, q.c.err);
     CHECK_BYTES(two.y, one.y, sizeof one.y);
 #define OUT(save, y) upipe_linear_layer_out_fwd(&q.c, &q.self, &q.l, save, y, rows_of(q.x))
-    CHECK_REFUSED(OUT(NULL, rows_of(two.y)), UPIPE_ERR_ARG, q.c.err,
-                  "save is NULL, consumed, or of another layer");
-    CHECK_REFUSED(OUT(&none, rows_of(two.y)), UPIPE_ERR_ARG, q.c.err,
-                  "save is NULL, consumed, or of another layer");
+    CHECK_REFUSED(OUT(NULL, rows_of(two.y)), UPIPE_ERR_ARG, q.c.err, "save is NULL, or not there any more");
+    CHECK_REFUSED(OUT(&none, rows_of(two.y)), UPIPE_ERR_ARG, q.c.err, "save is NULL, or not there any more");
     CHECK_REFUSED(OUT(&saved, nothing), UPIPE_ERR_ARG, q.c.err, "y is NULL");
     q.l.chunk = 8;
-    CHECK_REFUSED(OUT(&saved, rows_of(two.y)), UPIPE_ERR_ARG, q.c.err, "or of another layer or plan");
+    CHECK_REFUSED(OUT(&saved, rows_of(two.y)), UPIPE_ERR_ARG, q.c.err,
+                  "its chunk is not that of the forward");
     q.l.chunk = 16;
 #undef OUT
     CHECK_STATUS(backward(&q, &saved, &two), UPIPE_OK, q.c.err);

@@ -5,6 +5,8 @@
  */
 #include "../upipe/net/upipe_net_threads.h"
 #include "../upipe/cpu/upipe_cpu.h"
+#include "../upipe/cpu/upipe_cpu_linear.h"
+#include "../upipe/cpu/upipe_cpu_linear_rows.h"
 #include "../upipe/cpu/upipe_cpu_simd.h"
 #include "../upipe/upipe.h"
 #include "lib/test.h"
@@ -31,6 +33,12 @@ typedef struct host {
     upipe_fpdt f;
     upipe_grads g;
     upipe_zero z;
+    upipe_linear_layer lin;
+    upipe_linear_layer_grads lin_grads;
+    upipe_linear_saved lin_save;
+    upipe_linear_ops rules;
+    upipe_scan scan;
+    upipe_states states;
     upipe_saved save;
     upipe_fpdt_saved offloaded;
     upipe_mem mem, second;
@@ -43,6 +51,20 @@ typedef struct host {
     float *weights, *grads, *rows, *sharded;
     void *slabs[2];
 } host;
+
+static upipe_status scan_fwd(upipe_ctx *c, void *user, int first, int heads, const float *in, float *out)
+{
+    (void)c, (void)user, (void)first, (void)heads;
+    out[0] = in[0];
+    return UPIPE_OK;
+}
+
+static upipe_status scan_bwd(upipe_ctx *c, void *user, int first, int heads, const float *state,
+                             float *dstate)
+{
+    (void)c, (void)user, (void)first, (void)heads, (void)state, (void)dstate;
+    return UPIPE_OK;
+}
 
 static void host_layer(host *h, int layer)
 {
@@ -59,6 +81,25 @@ static void host_plan(host *h, upipe_plan *p, int chunk)
     d.tokens = TOKENS, d.heads = HEADS, d.kv_heads = KV, d.head_dim = DIM, d.chunk = chunk;
     h->f.desc = d;
     CHECK_STATUS(upipe_plan_init(p, &d, &h->c.err), UPIPE_OK, h->c.err);
+}
+
+/* A layer of linear attention, whose weights are taken from those of attention. */
+static void host_linear(host *h)
+{
+    upipe_linear_layer *l = &h->lin;
+    upipe_linear_layer_grads *g = &h->lin_grads;
+    upipe_cpu_linear(&h->rules);
+    l->plan = &h->plan, l->rules = &h->rules;
+    l->heads = l->key_heads = 2, l->key_dim = l->value_dim = 4, l->taps = 2;
+    l->w_qkv = h->weights, l->w_z = h->weights + WK, l->w_b = h->weights + 2 * WK;
+    l->w_a = h->weights + 3 * WK, l->w_out = h->weights + 4 * WK;
+    l->conv = h->weights + 1, l->a_log = h->weights + 2, l->dt_bias = h->weights + 3;
+    l->norm_weight = h->weights + 4;
+    g->w_qkv = g->w_z = g->w_b = g->w_a = g->w_out = h->grads;
+    g->conv = g->a_log = g->dt_bias = g->norm_weight = h->grads;
+    h->scan.plan = &h->plan, h->scan.heads = 2, h->scan.key_dim = h->scan.value_dim = 4;
+    h->scan.fwd = scan_fwd, h->scan.bwd = scan_bwd;
+    h->states.data = h->grads;
 }
 
 static host *host_begin(void)
@@ -92,6 +133,7 @@ static host *host_begin(void)
     h->f.layer = h->l, h->f.layer.plan = NULL, h->f.segments = 2, h->f.host = &h->second;
     h->g.wq = h->grads, h->g.wk = h->grads + WQ, h->g.wv = h->grads + WQ + WK;
     h->g.wo = h->grads + WQ + 2 * WK;
+    host_linear(h);
     h->z.world = &h->team, h->z.ranks = 1, h->z.stage = 3, h->z.units = UNITS, h->z.first = units;
     h->z.weights = h->sharded, h->z.grads = h->sharded + ELEMENTS;
     return h;
@@ -101,6 +143,7 @@ static void host_end(host *h, const char *what)
 {
     upipe_mem_release(&h->mem);
     CHECK_STATUS(upipe_saved_free(&h->c, &h->save), UPIPE_OK, h->c.err);
+    CHECK_STATUS(upipe_linear_saved_free(&h->c, &h->lin_save), UPIPE_OK, h->c.err);
     h->f.host = &h->second;
     CHECK_STATUS(upipe_fpdt_free(&h->f, &h->offloaded, &h->c.err), UPIPE_OK, h->c.err);
     CHECK_SAY(h->mem.live == 0 && h->second.live == 0, "%s: %zu and %zu bytes are left", what, h->mem.live,
@@ -153,6 +196,47 @@ static upipe_status fpdt_bwd(host *h)
 {
     float *dout = h->rows + 2 * TOKENS * MODEL;
     return upipe_fpdt_bwd(&h->c, &h->f, h->rows, &h->g, &h->offloaded, dout, h->rows);
+}
+
+static upipe_view rows_at(host *h, int i)
+{
+    return upipe_view_packed(h->rows + i * TOKENS * MODEL, UPIPE_F32, TOKENS, 1, MODEL);
+}
+
+static upipe_status gated_fwd(host *h)
+{
+    return upipe_gated_out_fwd(&h->c, &h->l, h->x, &h->save, h->x);
+}
+
+static upipe_status gated_bwd(host *h)
+{
+    return upipe_gated_out_bwd(&h->c, &h->l, &h->g, &h->save, rows_at(h, 2), rows_at(h, 2), h->x);
+}
+
+static upipe_status linear_fwd(host *h)
+{
+    return upipe_linear_layer_fwd(&h->c, &h->team, &h->lin, &h->lin_save, rows_at(h, 1), h->x, NULL);
+}
+
+static upipe_status linear_out_fwd(host *h)
+{
+    return upipe_linear_layer_out_fwd(&h->c, &h->team, &h->lin, &h->lin_save, rows_at(h, 1), h->x);
+}
+
+static upipe_status linear_bwd(host *h)
+{
+    return upipe_linear_layer_bwd(&h->c, &h->team, &h->lin, rows_at(h, 2), &h->lin_grads, &h->lin_save,
+                                  rows_at(h, 1), h->x, NULL);
+}
+
+static upipe_status scanned_fwd(host *h)
+{
+    return upipe_scan_fwd(&h->c, &h->team, &h->scan, &h->states, NULL);
+}
+
+static upipe_status scanned_bwd(host *h)
+{
+    return upipe_scan_bwd(&h->c, &h->team, &h->scan, &h->states, NULL);
 }
 
 #define WELL(call) CHECK_STATUS(call, UPIPE_OK, h->c.err)
@@ -209,6 +293,17 @@ MISTAKE(layer_chunk, upipe_plan other; host_plan(h, &other, 2); up_to_bwd(h); h-
 /* two stages of two heads either way, but other heads in them */
 MISTAKE(layer_order, upipe_plan other; upipe_plan_desc d = h->plan.desc; d.kv_heads = HEADS;
         WELL(upipe_plan_init(&other, &d, &h->c.err)); WELL(fwd(h)); h->l.plan = &other; return out_fwd(h))
+MISTAKE(layer_wo, WELL(fwd(h)); h->l.wo = h->l.wq; return out_fwd(h))
+MISTAKE(layer_wo_bwd, WELL(fwd(h)); WELL(out_fwd(h)); h->l.wo = h->l.wq; return out_bwd(h))
+MISTAKE(layer_bo, h->l.bo = h->weights; WELL(fwd(h)); ++h->l.bo; return out_bwd(h))
+MISTAKE(layer_gated, h->l.wg = h->weights; WELL(fwd(h)); return out_fwd(h))
+MISTAKE(layer_not_gated, WELL(fwd(h)); return gated_fwd(h))
+MISTAKE(layer_wg_grad, h->g.wg = h->grads; WELL(fwd(h)); return out_bwd(h))
+MISTAKE(gated_wo, h->l.wg = h->l.wq; WELL(fwd(h)); h->l.wo = h->l.wq; return gated_fwd(h))
+MISTAKE(gated_wg, h->l.wg = h->l.wq; WELL(fwd(h)); WELL(gated_fwd(h)); h->l.wg = h->l.wo; return gated_bwd(h))
+MISTAKE(gated_layer, h->l.wg = h->l.wq; WELL(fwd(h)); WELL(gated_fwd(h)); host_layer(h, 1);
+        return gated_bwd(h))
+MISTAKE(gated_id, h->l.wg = h->l.wq; h->l.id = 3; WELL(fwd(h)); h->l.id = 4; return gated_bwd(h))
 MISTAKE(saved_of_nobody, up_to_bwd(h); memset(&h->save.given, 0, sizeof h->save.given); return bwd(h))
 MISTAKE(saved_twice, up_to_bwd(h); WELL(bwd(h)); return bwd(h))
 
@@ -227,6 +322,41 @@ MISTAKE(fpdt_tokens, WELL(fpdt_fwd(h)); h->f.desc.tokens = 2 * TOKENS; return fp
 MISTAKE(fpdt_heads, WELL(fpdt_fwd(h)); h->f.desc.heads = 2 * HEADS; return fpdt_bwd(h))
 MISTAKE(fpdt_of_nobody, WELL(fpdt_fwd(h)); memset(&h->offloaded.given, 0, sizeof h->offloaded.given);
         return fpdt_bwd(h))
+
+#define MOVED(name) MISTAKE(linear_##name, WELL(linear_fwd(h)); ++h->lin.name; return linear_bwd(h))
+#define MOVED_WEIGHT(name) \
+    MISTAKE(linear_##name, WELL(linear_fwd(h)); h->lin.name = h->weights + 9; return linear_bwd(h))
+MOVED_WEIGHT(w_qkv)
+MOVED_WEIGHT(w_z)
+MOVED_WEIGHT(w_b)
+MOVED_WEIGHT(w_a)
+MOVED_WEIGHT(w_out)
+MOVED(conv)
+MOVED(a_log)
+MOVED(dt_bias)
+MOVED(norm_weight)
+MOVED(id)
+MOVED(key_dim)
+MOVED(norm_eps)
+MISTAKE(linear_chunk, WELL(linear_fwd(h)); h->lin.chunk = 4; return linear_bwd(h))
+MISTAKE(linear_packed, h->lin.borders.cu_seqlens = packed[0]; h->lin.borders.cu_seqlens_n = 2;
+        WELL(linear_fwd(h)); h->lin.borders.cu_seqlens = packed[1]; return linear_bwd(h))
+MISTAKE(linear_plan, upipe_plan other; host_plan(h, &other, 2); WELL(linear_fwd(h)); h->lin.plan = &other;
+        return linear_bwd(h))
+MISTAKE(linear_out, WELL(linear_fwd(h)); h->lin.w_z = h->weights; return linear_out_fwd(h))
+MISTAKE(linear_of_nobody, return linear_bwd(h))
+MISTAKE(linear_twice, WELL(linear_fwd(h)); WELL(linear_bwd(h)); return linear_bwd(h))
+
+MISTAKE(scan_heads, WELL(scanned_fwd(h)); h->scan.heads = 1; return scanned_bwd(h))
+MISTAKE(scan_key_dim, WELL(scanned_fwd(h)); h->scan.key_dim = 3; return scanned_bwd(h))
+MISTAKE(scan_packed, WELL(scanned_fwd(h)); h->scan.borders.cu_seqlens = packed[0];
+        h->scan.borders.cu_seqlens_n = 2; return scanned_bwd(h))
+MISTAKE(scan_plan, upipe_plan other; host_plan(h, &other, 2); WELL(scanned_fwd(h)); h->scan.plan = &other;
+        return scanned_bwd(h))
+MISTAKE(scan_of_nobody, return scanned_bwd(h))
+MISTAKE(null_scan_states, return upipe_scan_fwd(&h->c, &h->team, &h->scan, NULL, NULL))
+MISTAKE(null_linear_save, return upipe_linear_layer_fwd(&h->c, &h->team, &h->lin, NULL, h->x, h->x, NULL))
+MISTAKE(null_linear, return upipe_linear_layer_fwd(&h->c, &h->team, NULL, &h->lin_save, h->x, h->x, NULL))
 
 /* ---- a plan that was changed ---- */
 
@@ -362,6 +492,42 @@ static const mistake mistakes[] = {
     ROW(layer_out_bwd, "wq is not where it was"),
     ROW(layer_chunk, "chunk is not that of"),
     ROW(layer_order, "another plan than in the forward"),
+    ROW(layer_wo, "wo is not where it was"),
+    ROW(layer_wo_bwd, "wo is not where it was"),
+    ROW(layer_bo, "bo is not where it was"),
+    ROW(layer_gated, "a layer with wg"),
+    ROW(layer_not_gated, "wg is NULL"),
+    ROW(layer_wg_grad, "a gradient of wg is wanted without it"),
+    ROW(gated_wo, "wo is not where it was"),
+    ROW(gated_wg, "wg is not where it was"),
+    ROW(gated_layer, "wq is not where it was"),
+    ROW(gated_id, "layer id 4, and 3 in"),
+    ROW(linear_w_qkv, "w_qkv is not where it was"),
+    ROW(linear_w_z, "w_z is not where it was"),
+    ROW(linear_w_b, "w_b is not where it was"),
+    ROW(linear_w_a, "w_a is not where it was"),
+    ROW(linear_w_out, "w_out is not where it was"),
+    ROW(linear_conv, "conv is not where it was"),
+    ROW(linear_a_log, "a_log is not where it was"),
+    ROW(linear_dt_bias, "dt_bias is not where it was"),
+    ROW(linear_norm_weight, "norm_weight is not where it was"),
+    ROW(linear_id, "layer id 1, and 0 in"),
+    ROW(linear_key_dim, "its key_dim is not that of"),
+    ROW(linear_norm_eps, "its norm_eps is not that of"),
+    ROW(linear_chunk, "its chunk is not that of"),
+    ROW(linear_packed, "cu_seqlens (hash) is not that of"),
+    ROW(linear_plan, "another plan than in the forward"),
+    ROW(linear_out, "w_z is not where it was"),
+    ROW(linear_of_nobody, "not there"),
+    ROW(linear_twice, "not there"),
+    ROW(scan_heads, "heads of its state is not that of"),
+    ROW(scan_key_dim, "key_dim is not that of"),
+    ROW(scan_packed, "cu_seqlens_n is not that of"),
+    ROW(scan_plan, "another plan than in the forward"),
+    ROW(scan_of_nobody, "the states are of no forward"),
+    ROW(null_scan_states, "the states are NULL"),
+    ROW(null_linear_save, "save is NULL"),
+    ROW(null_linear, "its plan or its rules are NULL"),
     ROW(saved_of_nobody, "not there"),
     ROW(saved_twice, "not there"),
     ROW(qkv_scale, "scale is not that of"),

@@ -290,7 +290,6 @@ typedef struct alone {
     upipe_ctx c;
     upipe_saved save;
     upipe_grads g;
-    void *wg, *dwg;
     upipe_view x, y, dx;
 } alone;
 
@@ -326,8 +325,8 @@ static void alone_begin(alone *a, upipe_dtype dtype, upipe_dtype grad_dtype, int
     a->l.tile_rows = tile_rows;
     a->l.grad_dtype = grad_dtype;
     a->l.mask.causal = 1;
-    a->wg = numbers(dtype, WIDE * MODEL, 0.4, 6);
-    a->dwg = numbers(grad_dtype, WIDE * MODEL, 0, 0);
+    a->l.wg = numbers(dtype, WIDE * MODEL, 0.4, 6);
+    a->g.wg = numbers(grad_dtype, WIDE * MODEL, 0, 0);
     a->g.wo = numbers(grad_dtype, WIDE * MODEL, 0, 0);
     a->g.bo = (float *)numbers(UPIPE_F32, MODEL, 0, 0);
     a->x = upipe_view_packed(numbers(dtype, UNIT, 1, 7), dtype, TOKENS, 1, MODEL);
@@ -368,11 +367,10 @@ static void held_end(const upipe_mem *m, held *t)
 static void both_calls(upipe_ctx *c, alone *a, upipe_saved *save, held t[2])
 {
     held_begin(c->mem, &t[0]);
-    CHECK_STATUS(upipe_gated_out_fwd(c, &a->l, a->wg, a->y, save, a->x), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_gated_out_fwd(c, &a->l, a->y, save, a->x), UPIPE_OK, c->err);
     held_end(c->mem, &t[0]);
     held_begin(c->mem, &t[1]);
-    CHECK_STATUS(upipe_gated_out_bwd(c, &a->l, a->wg, &a->g, a->dwg, save, a->dx, a->y, a->x), UPIPE_OK,
-                 c->err);
+    CHECK_STATUS(upipe_gated_out_bwd(c, &a->l, &a->g, save, a->dx, a->y, a->x), UPIPE_OK, c->err);
     held_end(c->mem, &t[1]);
 }
 
@@ -454,20 +452,19 @@ static void test_over(upipe_dtype dtype)
         alone_begin(&a, dtype, UPIPE_F32, 2, 0, 40);
         y_at = kind == 2 ? a.x : a.y;
         dx_at = kind == 0 ? a.dx : kind == 1 ? a.y : a.x;
-        CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, a.wg, y_at, &a.save, a.x), UPIPE_OK, a.c.err);
+        CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, y_at, &a.save, a.x), UPIPE_OK, a.c.err);
         if (kind == 0) y = memcpy(zeroed(bytes), a.y.data, bytes);
         CHECK_BYTES(y_at.data, y, bytes);
         memcpy(a.x.data, numbers(dtype, UNIT, 1, 7), bytes);
         memcpy(a.y.data, numbers(dtype, UNIT, 1, 8), bytes);
-        CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, a.wg, &a.g, a.dwg, &a.save, dx_at, a.y, a.x), UPIPE_OK,
-                     a.c.err);
+        CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, dx_at, a.y, a.x), UPIPE_OK, a.c.err);
         if (kind == 0) {
             dx = memcpy(zeroed(bytes), dx_at.data, bytes);
-            wo = a.g.wo, wg = a.dwg;
+            wo = a.g.wo, wg = a.g.wg;
         }
         CHECK_BYTES(dx_at.data, dx, bytes);
         CHECK_BYTES(a.g.wo, wo, WIDE * MODEL * 4);
-        CHECK_BYTES(a.dwg, wg, WIDE * MODEL * 4);
+        CHECK_BYTES(a.g.wg, wg, WIDE * MODEL * 4);
         alone_end(&a);
     }
 }
@@ -495,18 +492,17 @@ static void test_gaps(upipe_dtype dtype)
     y = with_gaps(&b, b.x);
     dx = with_gaps(&b, b.x);
     packed = b.dx;
-    CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, a.wg, &a.g, a.dwg, &a.save, a.dx, a.y, a.x), UPIPE_OK,
-                 a.c.err);
-    CHECK_STATUS(upipe_gated_out_fwd(&b.c, &b.l, b.wg, y, &b.save, x), UPIPE_OK, b.c.err);
-    CHECK_STATUS(upipe_gated_out_bwd(&b.c, &b.l, b.wg, &b.g, b.dwg, &b.save, dx, dy, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_gated_out_fwd(&b.c, &b.l, y, &b.save, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(upipe_gated_out_bwd(&b.c, &b.l, &b.g, &b.save, dx, dy, x), UPIPE_OK, b.c.err);
     CHECK_STATUS(b.ops.cast(&b.c, packed, dx), UPIPE_OK, b.c.err);
     CHECK_BYTES(packed.data, a.dx.data, bytes);
     CHECK_BYTES(b.g.wo, a.g.wo, WIDE * MODEL * 4);
-    CHECK_BYTES(b.dwg, a.dwg, WIDE * MODEL * 4);
+    CHECK_BYTES(b.g.wg, a.g.wg, WIDE * MODEL * 4);
     CHECK_BYTES(b.g.bo, a.g.bo, MODEL * 4);
     CHECK_STATUS(upipe_saved_free(&a.c, &a.save), UPIPE_OK, a.c.err);
     CHECK_STATUS(upipe_layer_fwd(&a.c, &a.l, &a.save, a.x), UPIPE_OK, a.c.err);
-    CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, a.wg, a.y, &a.save, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, a.y, &a.save, a.x), UPIPE_OK, a.c.err);
     CHECK_STATUS(b.ops.cast(&b.c, packed, y), UPIPE_OK, b.c.err);
     CHECK_BYTES(packed.data, a.y.data, bytes);
     for (int64_t i = 0; i < TOKENS; ++i)
@@ -524,23 +520,21 @@ static void test_not_wanted(void)
     alone all;
     void *slots;
     alone_begin(&all, UPIPE_F32, UPIPE_F32, 2, 0, 0);
-    CHECK_STATUS(
-        upipe_gated_out_bwd(&all.c, &all.l, all.wg, &all.g, all.dwg, &all.save, all.dx, all.y, all.x),
-        UPIPE_OK, all.c.err);
+    CHECK_STATUS(upipe_gated_out_bwd(&all.c, &all.l, &all.g, &all.save, all.dx, all.y, all.x), UPIPE_OK,
+                 all.c.err);
     slots = memcpy(zeroed(TOKENS * WIDE * 4), all.save.out.data, TOKENS * WIDE * 4);
     for (int kind = 0; kind < 3; ++kind) {
         alone a;
         alone_begin(&a, UPIPE_F32, UPIPE_F32, 2, 0, 0);
         if (kind != 1) a.g.wo = NULL;
-        if (kind != 0) a.dwg = NULL;
+        if (kind != 0) a.g.wg = NULL;
         if (kind == 2) a.g.bo = NULL;
-        CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, a.wg, &a.g, a.dwg, &a.save, a.dx, a.y, a.x), UPIPE_OK,
-                     a.c.err);
+        CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
         CHECK_BYTES(a.dx.data, all.dx.data, bytes);
         CHECK_BYTES(a.save.out.data, slots, TOKENS * WIDE * 4);
         CHECK_BYTES(a.save.delta, all.save.delta, TOKENS * HEADS * 4);
         if (a.g.wo != NULL) CHECK_BYTES(a.g.wo, all.g.wo, WIDE * MODEL * 4);
-        if (a.dwg != NULL) CHECK_BYTES(a.dwg, all.dwg, WIDE * MODEL * 4);
+        if (a.g.wg != NULL) CHECK_BYTES(a.g.wg, all.g.wg, WIDE * MODEL * 4);
         alone_end(&a);
     }
     alone_end(&all);
@@ -581,55 +575,52 @@ static void test_refusals(void)
         CHECK_INT(a.mem.live, live);                    \
         CHECK(a.state.failure.status != UPIPE_OK);      \
     } while (0)
-#define FWD(layer, wg, y, save, x)      upipe_gated_out_fwd(&a.c, layer, wg, y, save, x)
-#define BWD(layer, wg, save, dx, dy, x) upipe_gated_out_bwd(&a.c, layer, wg, &a.g, a.dwg, save, dx, dy, x)
-#define BOTH(want, words, layer, wg, y, save, x)      \
-    REFUSED(want, words, FWD(layer, wg, y, save, x)); \
-    REFUSED(want, words, BWD(layer, wg, save, a.dx, y, x))
-    BOTH(UPIPE_ERR_ARG, "wg is NULL", &a.l, NULL, a.y, &a.save, a.x);
-    BOTH(UPIPE_ERR_ARG, "the layer or its plan is NULL", NULL, a.wg, a.y, &a.save, a.x);
-    BOTH(UPIPE_ERR_ARG, "x is f32 [150][1][25], the plan says f32 [150][1][24]", &a.l, a.wg, a.y, &a.save,
-         wide);
-    BOTH(UPIPE_ERR_ARG, "y is bf16 [150][1][24], the plan says f32 [150][1][24]", &a.l, a.wg, narrow, &a.save,
-         a.x);
-    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.wg, a.y, NULL, a.x);
-    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.wg, a.y, &none, a.x);
+#define FWD(layer, y, save, x)      upipe_gated_out_fwd(&a.c, layer, y, save, x)
+#define BWD(layer, save, dx, dy, x) upipe_gated_out_bwd(&a.c, layer, &a.g, save, dx, dy, x)
+#define BOTH(want, words, layer, y, save, x)      \
+    REFUSED(want, words, FWD(layer, y, save, x)); \
+    REFUSED(want, words, BWD(layer, save, a.dx, y, x))
+    REFUSED(UPIPE_ERR_ARG, "a layer with wg", upipe_layer_out_fwd(&a.c, &a.l, a.y, &a.save));
+    REFUSED(UPIPE_ERR_ARG, "a layer with wg", upipe_layer_out_bwd(&a.c, &a.l, &a.g, &a.save, a.y));
+    BOTH(UPIPE_ERR_ARG, "the layer or its plan is NULL", NULL, a.y, &a.save, a.x);
+    BOTH(UPIPE_ERR_ARG, "x is f32 [150][1][25], the plan says f32 [150][1][24]", &a.l, a.y, &a.save, wide);
+    BOTH(UPIPE_ERR_ARG, "y is bf16 [150][1][24], the plan says f32 [150][1][24]", &a.l, narrow, &a.save, a.x);
+    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.y, NULL, a.x);
+    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.y, &none, a.x);
     bad = a.l;
     bad.wo = NULL;
-    BOTH(UPIPE_ERR_ARG, "wo is NULL", &bad, a.wg, a.y, &a.save, a.x);
+    BOTH(UPIPE_ERR_ARG, "wo is NULL", &bad, a.y, &a.save, a.x);
     bad = a.l;
     bad.plan = &other;
-    BOTH(UPIPE_ERR_ARG, "the plan says", &bad, a.wg, a.y, &a.save, a.x);
+    BOTH(UPIPE_ERR_ARG, "the plan says", &bad, a.y, &a.save, a.x);
     bad = a.l;
     bad.id = 3;
-    BOTH(UPIPE_ERR_ARG, "layer id 3, and 0 in the forward", &bad, a.wg, a.y, &a.save, a.x);
-    REFUSED(UPIPE_ERR_ARG, "y, of stride 28, lies over x, of stride 24",
-            FWD(&a.l, a.wg, apart, &a.save, a.x));
+    BOTH(UPIPE_ERR_ARG, "layer id 3, and 0 in the forward", &bad, a.y, &a.save, a.x);
+    REFUSED(UPIPE_ERR_ARG, "y, of stride 28, lies over x, of stride 24", FWD(&a.l, apart, &a.save, a.x));
     REFUSED(UPIPE_ERR_ARG, "dx, of stride 28, lies over dy, of stride 24",
-            BWD(&a.l, a.wg, &a.save, apart, a.x, a.y));
+            BWD(&a.l, &a.save, apart, a.x, a.y));
     REFUSED(UPIPE_ERR_ARG, "dx, of stride 28, lies over x, of stride 24",
-            BWD(&a.l, a.wg, &a.save, apart, a.y, a.x));
-    REFUSED(UPIPE_ERR_ARG, "dx is f32 [150][1][25]", BWD(&a.l, a.wg, &a.save, wide, a.y, a.x));
-    REFUSED(UPIPE_ERR_ARG, "grads is NULL",
-            upipe_gated_out_bwd(&a.c, &a.l, a.wg, NULL, a.dwg, &a.save, a.dx, a.y, a.x));
+            BWD(&a.l, &a.save, apart, a.y, a.x));
+    REFUSED(UPIPE_ERR_ARG, "dx is f32 [150][1][25]", BWD(&a.l, &a.save, wide, a.y, a.x));
+    REFUSED(UPIPE_ERR_ARG, "grads is NULL", upipe_gated_out_bwd(&a.c, &a.l, NULL, &a.save, a.dx, a.y, a.x));
     g.bq = a.g.bo;
     REFUSED(UPIPE_ERR_ARG, "a gradient of bq is wanted without it",
-            upipe_gated_out_bwd(&a.c, &a.l, a.wg, &g, a.dwg, &a.save, a.dx, a.y, a.x));
+            upipe_gated_out_bwd(&a.c, &a.l, &g, &a.save, a.dx, a.y, a.x));
     lacks = a.ops;
     a.c.ops = &lacks;
     lacks.glu = NULL;
-    BOTH(UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu", &a.l, a.wg, a.y, &a.save, a.x);
+    BOTH(UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu", &a.l, a.y, &a.save, a.x);
     lacks.glu = fail_glu;
-    BOTH(UPIPE_ERR_BACKEND, "this glu fails", &a.l, a.wg, a.y, &a.save, a.x);
+    BOTH(UPIPE_ERR_BACKEND, "this glu fails", &a.l, a.y, &a.save, a.x);
     CHECK(a.save.delta == NULL);
     lacks = a.ops;
     lacks.glu_bwd = NULL;
-    BOTH(UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu", &a.l, a.wg, a.y, &a.save, a.x);
+    BOTH(UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu", &a.l, a.y, &a.save, a.x);
     a.c.ops = &a.ops;
     upipe_comm_self(&a.team, &a.state, a.ops.copy);
-    CHECK_STATUS(BWD(&a.l, a.wg, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(BWD(&a.l, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
     live = a.mem.live;
-    BOTH(UPIPE_ERR_ARG, "consumed already", &a.l, a.wg, a.y, &a.save, a.x);
+    BOTH(UPIPE_ERR_ARG, "consumed already", &a.l, a.y, &a.save, a.x);
 #undef REFUSED
 #undef FWD
 #undef BWD

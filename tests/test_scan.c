@@ -179,14 +179,15 @@ static upipe_status passes_dry(part *p, const upipe_ops *ops, int carried)
     upipe_status s;
     upipe_dry *dry = dry_begin(&p->plan, ops, &s);
     float *none = (float *)dry->mem.slab;
+    upipe_states states = {.data = none};
     counts n;
     UPIPE_TRY(s);
     counts_begin(&dry->ctx, &dry->team, &n);
-    UPIPE_TRY(upipe_scan_fwd(&dry->ctx, &dry->team, &p->scan, none, carried ? none : NULL));
+    UPIPE_TRY(upipe_scan_fwd(&dry->ctx, &dry->team, &p->scan, &states, carried ? none : NULL));
     counts_end(&dry->ctx, &dry->team, &n, upipe_scan_fwd_sent(&p->scan, carried),
                upipe_scan_fwd_bytes(&p->scan));
     counts_begin(&dry->ctx, &dry->team, &n);
-    UPIPE_TRY(upipe_scan_bwd(&dry->ctx, &dry->team, &p->scan, none, carried ? none : NULL));
+    UPIPE_TRY(upipe_scan_bwd(&dry->ctx, &dry->team, &p->scan, &states, carried ? none : NULL));
     counts_end(&dry->ctx, &dry->team, &n, upipe_scan_bwd_sent(&p->scan, carried),
                upipe_scan_bwd_bytes(&p->scan));
     return UPIPE_OK;
@@ -241,7 +242,8 @@ static upipe_status passes_body(void *user, int rank)
     upipe_mem mem;
     upipe_ctx c = {0};
     part parts[SEGMENTS_MAX];
-    float *states[SEGMENTS_MAX], *x[SEGMENTS_MAX], *carry;
+    upipe_states states[SEGMENTS_MAX];
+    float *x[SEGMENTS_MAX], *carry;
     float before[WIDTH * 8], halo_carry[WIDTH * 8] = {0};
     int64_t starts[8 * SEGMENTS_MAX];
     const upipe_view halo = upipe_view_packed(before, UPIPE_F32, w->halo, 1, WIDTH),
@@ -259,7 +261,7 @@ static upipe_status passes_body(void *user, int rank)
         }
         UPIPE_TRY(part_init(w, rank, s, p, &c.err));
         if (w->ring == 1) UPIPE_TRY(passes_dry(p, &w->ops, carried));
-        states[s] = floats(SIZE * HEADS_MAX);
+        states[s] = (upipe_states){.data = floats(SIZE * HEADS_MAX)};
         x[s] = (float *)copy_of(w->x[p->pos], (size_t)p->plan.local * row);
         counts_begin(&c, comm, &n);
         UPIPE_TRY(upipe_scan_halo_fwd(&c, comm, &p->scan, halo,
@@ -268,7 +270,7 @@ static upipe_status passes_body(void *user, int rank)
         counts_end(&c, comm, &n, upipe_scan_halo_fwd_sent(&p->scan, (int64_t)row, carried), 0);
         check_halo(p, halo);
         counts_begin(&c, comm, &n);
-        UPIPE_TRY(upipe_scan_fwd(&c, comm, &p->scan, states[s], carried ? carry : NULL));
+        UPIPE_TRY(upipe_scan_fwd(&c, comm, &p->scan, &states[s], carried ? carry : NULL));
         counts_end(&c, comm, &n, upipe_scan_fwd_sent(&p->scan, carried), upipe_scan_fwd_bytes(&p->scan));
     }
     memset(carry, 0, sizeof(state) * HEADS_MAX);
@@ -277,7 +279,7 @@ static upipe_status passes_body(void *user, int rank)
         part *p = &parts[s];
         const upipe_view dx = upipe_view_packed(x[s], UPIPE_F32, p->plan.local, 1, WIDTH);
         counts_begin(&c, comm, &n);
-        UPIPE_TRY(upipe_scan_bwd(&c, comm, &p->scan, states[s], carried ? carry : NULL));
+        UPIPE_TRY(upipe_scan_bwd(&c, comm, &p->scan, &states[s], carried ? carry : NULL));
         counts_end(&c, comm, &n, upipe_scan_bwd_sent(&p->scan, carried), upipe_scan_bwd_bytes(&p->scan));
         for (int64_t i = 0; i < p->plan.local * WIDTH; ++i) x[s][i] = 1;
         for (int i = 0; i < w->halo * WIDTH; ++i) before[i] = halo_grad(w->halo - i / WIDTH);
@@ -338,17 +340,17 @@ static upipe_status failing_body(void *user, int rank)
     upipe_mem mem;
     upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
     part p;
-    float *states = floats(SIZE * HEADS_MAX);
+    upipe_states states = {.data = floats(SIZE * HEADS_MAX)};
     double began;
     upipe_status s;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
     if (w->leaves && rank == w->bad_rank) return UPIPE_OK;
     began = test_seconds();
-    s = upipe_scan_fwd(&c, c.team, &p.scan, states, NULL);
+    s = upipe_scan_fwd(&c, c.team, &p.scan, &states, NULL);
     if (s == UPIPE_OK) {
         p.calls = HEADS_MAX; /* stages of the backward are counted on */
-        s = upipe_scan_bwd(&c, c.team, &p.scan, states, NULL);
+        s = upipe_scan_bwd(&c, c.team, &p.scan, &states, NULL);
     }
     w->seconds[rank] = test_seconds() - began;
     CHECK_INT(mem.live, 0);
@@ -393,7 +395,8 @@ static void test_refusals(world *w)
     upipe_comm self;
     upipe_mem mem;
     upipe_ctx c = {.team = &self};
-    float states[SIZE * 2], rows[WIDTH * 9];
+    float data[SIZE * 2], rows[WIDTH * 9];
+    upipe_states states = {.data = data};
     const upipe_view x = upipe_view_packed(rows, UPIPE_F32, 9, 1, WIDTH),
                      halo = upipe_view_packed(rows, UPIPE_F32, 3, 1, WIDTH);
     const int64_t down[] = {3, 1};
@@ -407,11 +410,11 @@ static void test_refusals(world *w)
     CHECK_STATUS(upipe_plan_init(&batch, &d, &c.err), UPIPE_OK, c.err);
     d.batch = 1, d.ring = 2, d.layout = UPIPE_ZIGZAG;
     CHECK_STATUS(upipe_plan_init(&zigzag, &d, &c.err), UPIPE_OK, c.err);
-#define REFUSED(change, status, words)                                                                \
-    do {                                                                                              \
-        t = s, change;                                                                                \
-        CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, states, NULL), UPIPE_ERR_##status, c.err, words); \
-        CHECK_REFUSED(upipe_scan_bwd(&c, &self, &t, states, NULL), UPIPE_ERR_##status, c.err, words); \
+#define REFUSED(change, status, words)                                                                 \
+    do {                                                                                               \
+        t = s, change;                                                                                 \
+        CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, &states, NULL), UPIPE_ERR_##status, c.err, words); \
+        CHECK_REFUSED(upipe_scan_bwd(&c, &self, &t, &states, NULL), UPIPE_ERR_##status, c.err, words); \
     } while (0)
     REFUSED(t.plan = NULL, ARG, "the scan or its plan is NULL");
     REFUSED(t.plan = &zigzag, UNSUPPORTED, "neighbours of a zigzag ring hold no neighbouring tokens");
@@ -425,11 +428,11 @@ static void test_refusals(world *w)
 #undef REFUSED
     t = s;
     CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, NULL, NULL), UPIPE_ERR_ARG, c.err, "the states are NULL");
-    CHECK_REFUSED(upipe_scan_fwd(&c, NULL, &t, states, NULL), UPIPE_ERR_ARG, c.err, "communicator is NULL");
+    CHECK_REFUSED(upipe_scan_fwd(&c, NULL, &t, &states, NULL), UPIPE_ERR_ARG, c.err, "communicator is NULL");
     d.ring = 3, d.layout = UPIPE_CONTIGUOUS;
     CHECK_STATUS(upipe_plan_init(&zigzag, &d, &c.err), UPIPE_OK, c.err);
     t.plan = &zigzag;
-    CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, states, NULL), UPIPE_ERR_ARG, c.err,
+    CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, &states, NULL), UPIPE_ERR_ARG, c.err,
                   "rank 0 of 3, on rank 0 of a communicator of 1");
 #define REFUSED(change, before, x, status, words)                                                     \
     do {                                                                                              \
@@ -459,8 +462,9 @@ static upipe_status differing_body(void *user, int rank)
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
     p.scan.stage_heads = 1 + rank;
-    CHECK_REFUSED(upipe_scan_fwd(&c, c.team, &p.scan, floats(SIZE * HEADS_MAX), NULL), UPIPE_ERR_MISMATCH,
-                  c.err, "stage_heads is 1 on rank 0 and 2 on rank 1");
+    CHECK_REFUSED(
+        upipe_scan_fwd(&c, c.team, &p.scan, &(upipe_states){.data = floats(SIZE * HEADS_MAX)}, NULL),
+        UPIPE_ERR_MISMATCH, c.err, "stage_heads is 1 on rank 0 and 2 on rank 1");
     upipe_mem_destroy(&mem, NULL);
     return UPIPE_OK;
 }
@@ -471,12 +475,17 @@ static upipe_status crossing_body(void *user, int rank)
     world *w = (world *)user;
     upipe_mem mem;
     upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
-    float *states = floats(SIZE * HEADS_MAX);
+    upipe_states states = {.data = floats(SIZE * HEADS_MAX)};
+    upipe_status s;
+    upipe_dry *dry;
     part p;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
-    CHECK_REFUSED(rank > 0 ? upipe_scan_bwd(&c, c.team, &p.scan, states, NULL)
-                           : upipe_scan_fwd(&c, c.team, &p.scan, states, NULL),
+    dry = dry_begin(&p.plan, &w->ops, &s);
+    if (s == UPIPE_OK && rank > 0) s = upipe_scan_fwd(&dry->ctx, &dry->team, &p.scan, &states, NULL);
+    CHECK_STATUS(s, UPIPE_OK, dry->ctx.err); /* the record of a forward */
+    CHECK_REFUSED(rank > 0 ? upipe_scan_bwd(&c, c.team, &p.scan, &states, NULL)
+                           : upipe_scan_fwd(&c, c.team, &p.scan, &states, NULL),
                   UPIPE_ERR_MISMATCH, c.err, "its direction (1: backward) is 0 on rank 0 and 1 on rank 1");
     upipe_mem_destroy(&mem, NULL);
     return UPIPE_OK;

@@ -37,9 +37,9 @@
  *     upipe_all_reduce(&ctx, ctx.team, dwq, n);          sums over the ranks of a team       upipe_reduce.h
  *     upipe_zero_weights_begin(&ctx, &zero, unit, &w);   states sharded over all ranks       upipe_zero.h
  *
- *     upipe_scan_fwd(&ctx, ctx.team, &s, states, NULL);  a state over ranks, by a rule       upipe_scan.h
+ *     upipe_scan_fwd(&ctx, ctx.team, &s, &states, NULL); a state over ranks, by a rule       upipe_scan.h
  *     upipe_linear_fwd(&ctx, &rules, &linear);           rules of linear attention           upipe_linear.h
- *     upipe_linear_attn_fwd(&ctx, ctx.team, &a, states, NULL);   both, in one of three ways   upipe_linear_attn.h
+ *     upipe_linear_attn_fwd(&ctx, ctx.team, &a, &states, NULL);  both, in one of three ways   upipe_linear_attn.h
  *     upipe_linear_layer_fwd(&ctx, ctx.team, &l, ...);   a layer of it                       upipe_linear_layer.h
  *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h

@@ -55,6 +55,59 @@ UPIPE_API void upipe_field_real(upipe_fields *f, const char *name, double value)
     if (f->n <= UPIPE_ALL_GATHER_MAX) f->list[f->n - 1].real = 1;
 }
 
+enum { UPIPE_WEIGHTS_MAX = 12 };
+
+/* A weight of a layer, or another tensor that a forward and its backward read. */
+typedef struct upipe_weight {
+    const char *name;
+    const void *data;
+} upipe_weight;
+
+/* upipe_given -- what a forward was given: its backward must be given the same
+ *   plan     the plan's seal; 0: there was no forward
+ *   id       the layer's; 0: addresses of weights tell it
+ *   weights  their addresses
+ *   value    numbers that all ranks have compared
+ */
+typedef struct upipe_given {
+    uint64_t plan;
+    int64_t id;
+    const void *weights[UPIPE_WEIGHTS_MAX];
+    int64_t value[UPIPE_ALL_GATHER_MAX];
+} upipe_given;
+
+/* upipe_given_same -- writes what a call is given where nothing is recorded yet; otherwise ARG unless it is the same
+ *   f   NULL: no numbers
+ *   w   [n] of at most UPIPE_WEIGHTS_MAX, always in the same order; a later call may compare fewer of them
+ */
+UPIPE_API upipe_status upipe_given_same(upipe_err *e, upipe_given *given, uint64_t plan, int64_t id,
+                                        const upipe_fields *f, const upipe_weight *w, int n)
+{
+    const int values = f == NULL ? 0 : f->n < UPIPE_ALL_GATHER_MAX ? f->n : UPIPE_ALL_GATHER_MAX;
+    const int fresh = given->plan == 0;
+    int i;
+    assert(n >= 0 && n <= UPIPE_WEIGHTS_MAX);
+    for (i = 0; fresh && i < values; ++i) given->value[i] = f->list[i].value;
+    for (i = 0; fresh && i < n; ++i) given->weights[i] = w[i].data;
+    if (fresh) {
+        given->plan = plan;
+        given->id = id;
+    }
+    for (i = 0; i < values; ++i)
+        if (given->value[i] != f->list[i].value)
+            return upipe_fail(e, UPIPE_ERR_ARG, "%s is not that of the forward", f->list[i].name);
+    if (given->plan != plan) return upipe_fail(e, UPIPE_ERR_ARG, "another plan than in the forward");
+    if (given->id != id)
+        return upipe_fail(e, UPIPE_ERR_ARG, "layer id %lld, and %lld in the forward", (long long)id,
+                          (long long)given->id);
+    for (i = 0; id == 0 && i < n; ++i)
+        if (given->weights[i] != w[i].data)
+            return upipe_fail(e, UPIPE_ERR_ARG,
+                              "%s is not where it was in the forward; weights that move need layer.id",
+                              w[i].name);
+    return UPIPE_OK;
+}
+
 /* upipe_comm_agree -- all ranks compare a description of what they are about to do
  *
  * The call communicates only where the description is unexpected: it follows another description than before,

@@ -327,6 +327,7 @@ UPIPE_API upipe_grads upi_dry_grads(const upipe_dry *dry, const upipe_layer *l)
     float *const weight = (float *)dry->mem.slab;
     upipe_grads g;
     g.wq = g.wk = g.wv = g.wo = weight;
+    g.wg = l->wg != NULL ? weight : NULL;
     g.bq = l->bq != NULL ? weight : NULL;
     g.bk = l->bk != NULL ? weight : NULL;
     g.bv = l->bv != NULL ? weight : NULL;
@@ -403,21 +404,24 @@ UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int
 UPIPE_API upipe_status upipe_dry_gated_block(upipe_dry *dry, const upipe_layer *l, int dx_in_place)
 {
     upipe_ctx *c = &dry->ctx;
-    float *const wg = (float *)dry->mem.slab; /* and its gradient: never touched */
+    upipe_layer gated;
     const size_t unit = l != NULL && l->plan != NULL ? upipe_plan_unit_bytes(l->plan) : 0;
     upipe_saved save;
     upipe_grads grads;
     upipe_view x, y, dx;
     if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
     if (unit == 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the layer or its plan is NULL, or empty");
+    gated = *l;
+    gated.wg = dry->mem.slab; /* never touched */
+    l = &gated;
     grads = upi_dry_grads(dry, l);
     x = upipe_view_packed(NULL, l->plan->desc.dtype, l->plan->rows, 1, (int32_t)l->plan->desc.model_dim);
     UPIPE_TRY(upipe_mem_alloc(c->mem, &x.data, unit, UPIPE_USE_OTHER, "x", &c->err));
     y = dx = x;
     UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &y.data, unit, UPIPE_USE_OTHER, "y", &c->err));
-    UPIPE_TRY(upipe_gated_out_fwd(c, l, wg, y, &save, x));
-    UPIPE_TRY(upipe_gated_out_bwd(c, l, wg, &grads, wg, &save, y, y, x));
+    UPIPE_TRY(upipe_gated_out_fwd(c, l, y, &save, x));
+    UPIPE_TRY(upipe_gated_out_bwd(c, l, &grads, &save, y, y, x));
     if (!dx_in_place) UPIPE_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, UPIPE_USE_OTHER, "dx", &c->err));
     UPIPE_TRY(upipe_layer_bwd(c, l, dx, &grads, &save, &save.out, x));
     UPIPE_TRY(c->ops->add(c, dx, y));

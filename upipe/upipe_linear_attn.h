@@ -17,9 +17,9 @@
  *     upipe_linear_attn a = {0};
  *     a.way = UPIPE_WAY_HEADS; a.plan = &plan; a.rules = &rules; a.stage_heads = 4;
  *     a.q = q; a.k = k; a.v = v; a.o = o; a.g = g; a.beta = beta;
- *     upipe_linear_attn_fwd(&ctx, ctx.team, &a, states, NULL);
+ *     upipe_linear_attn_fwd(&ctx, ctx.team, &a, &states, NULL);
  *     upipe_linear_attn_grad d = {0};  d.a = a; d.dout = dout; d.dq = dq; ...
- *     upipe_linear_attn_bwd(&ctx, ctx.team, &d, states, NULL);
+ *     upipe_linear_attn_bwd(&ctx, ctx.team, &d, &states, NULL);
  *
  * Which ranks, segments and their carry: as in upipe_scan.h. HEADS goes over ctx->team alone. Sequences of a batch: a call
  * each. The short convolution comes before: upipe_scan_halo_fwd.
@@ -71,15 +71,15 @@ UPIPE_API upipe_status upi_way_check(upipe_ctx *c, const upipe_comm *comm, const
     return upi_heads_plan(&heads, a, &c->err);
 }
 
-/* Compares a call with all ranks. */
+/* Compares a call with all ranks, and with its forward, which records what it is given. */
 UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn *a,
-                                     const upipe_linear *call, upipe_linear_pass pass, int carried)
+                                     const upipe_linear *call, upipe_linear_pass pass, int carried,
+                                     upipe_given *given)
 {
     const upipe_scan stages = upi_way_scan(a);
     upipe_fields f;
     f.n = 0;
     upipe_field_int(&f, "way of linear attention", a->way);
-    upipe_field_int(&f, "its direction (1: backward)", pass);
     upipe_field_int(&f, "its tokens", a->plan->desc.tokens);
     upipe_field_int(&f, "its ranks in a ring", a->plan->desc.ring);
     upipe_field_int(&f, "position of its first token", a->first);
@@ -95,6 +95,8 @@ UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe
     upipe_field_int(&f, "carry", carried);
     upipe_field_int(&f, "cu_seqlens_n", a->borders.cu_seqlens_n);
     upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &a->borders) >> 1));
+    UPIPE_TRY(upipe_given_same(&c->err, given, a->plan->seal, 0, &f, NULL, 0));
+    upipe_field_int(&f, "its direction (1: backward)", pass);
     return upipe_comm_agree(c, comm, &f);
 }
 
@@ -142,7 +144,7 @@ UPIPE_API int upipe_linear_attn_heads(const upipe_linear_attn *a)
 
 /* upipe_linear_attn_fwd -- o of this rank's tokens
  *   comm    its ranks hold the plan's tokens in their order
- *   states  f32 [heads][key_dim][value_dim], for the backward. PASS and SCAN: the state before this rank's first token.
+ *   states  for the backward. PASS and SCAN: the state before this rank's first token.
  *           HEADS: that before the first token of all, of this rank's heads; others are not written
  *   carry   NULL, or on rank 0 as large as states: the state before the first token of all, which becomes that behind the
  *           last one (where a document begins there it stays as it was). On other ranks it is not accessed, and NULL
@@ -152,23 +154,25 @@ UPIPE_API int upipe_linear_attn_heads(const upipe_linear_attn *a)
  *           as upipe_comm_wait: team, ring and comm are aborted, and the pool is as before
  */
 UPIPE_API upipe_status upipe_linear_attn_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn *a,
-                                             float *states, float *carry)
+                                             upipe_states *states, float *carry)
 {
     upipe_linear_grad call;
     int64_t mark;
     upipe_status s;
-    UPIPE_TRY(upi_way_check(c, comm, a, states, &call));
+    UPIPE_TRY(upi_way_check(c, comm, a, states != NULL ? states->data : NULL, &call));
     UPIPE_TRY(upi_linear_like(c, "o", a->o, a->q.n, a->v.h, a->v.d, a->q.dtype));
     mark = upipe_mem_mark(c->mem);
-    s = upi_way_agree(c, comm, a, &call.a, UPIPE_LINEAR_FWD, carry != NULL);
-    if (s == UPIPE_OK && a->way == UPIPE_WAY_PASS) s = upi_pass_fwd_run(c, comm, a, states, carry);
-    if (s == UPIPE_OK && a->way == UPIPE_WAY_SCAN) s = upi_maps_fwd_run(c, comm, a, states, carry);
-    if (s == UPIPE_OK && a->way == UPIPE_WAY_HEADS) s = upi_heads_fwd_run(c, comm, a, states, carry);
+    memset(&states->given, 0, sizeof states->given);
+    s = upi_way_agree(c, comm, a, &call.a, UPIPE_LINEAR_FWD, carry != NULL, &states->given);
+    if (s == UPIPE_OK && a->way == UPIPE_WAY_PASS) s = upi_pass_fwd_run(c, comm, a, states->data, carry);
+    if (s == UPIPE_OK && a->way == UPIPE_WAY_SCAN) s = upi_maps_fwd_run(c, comm, a, states->data, carry);
+    if (s == UPIPE_OK && a->way == UPIPE_WAY_HEADS) s = upi_heads_fwd_run(c, comm, a, states->data, carry);
+    if (s != UPIPE_OK) states->given.plan = 0;
     return upi_scan_end(c, s, mark, comm);
 }
 
 /* upipe_linear_attn_bwd -- gradients of q, k, v, g and beta
- *   states  what the forward of the same way, first and borders has written; which forward it was is not checked
+ *   states  what the forward of the same call has written
  *   carry   NULL, or on the last rank as large as states: the gradient of the state behind the last token of all, which
  *           becomes that of the state before the first one (where a document begins there it stays as it was). On other
  *           ranks it is not accessed, and NULL where the last rank's is
@@ -176,24 +180,25 @@ UPIPE_API upipe_status upipe_linear_attn_fwd(upipe_ctx *c, upipe_comm *comm, con
  *   errors  as upipe_linear_attn_fwd
  */
 UPIPE_API upipe_status upipe_linear_attn_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn_grad *g,
-                                             const float *states, float *carry)
+                                             upipe_states *states, float *carry)
 {
     const upipe_linear_attn *a = g != NULL ? &g->a : NULL;
     upipe_linear_grad call;
     int64_t mark;
     upipe_status s;
-    UPIPE_TRY(upi_way_check(c, comm, a, states, &call));
+    UPIPE_TRY(upi_way_check(c, comm, a, states != NULL ? states->data : NULL, &call));
     UPIPE_TRY(upi_linear_like(c, "dout", g->dout, a->q.n, a->v.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_linear_like(c, "dq", g->dq, a->q.n, a->q.h, a->q.d, a->q.dtype));
     UPIPE_TRY(upi_linear_like(c, "dk", g->dk, a->q.n, a->q.h, a->q.d, a->q.dtype));
     UPIPE_TRY(upi_linear_like(c, "dv", g->dv, a->q.n, a->v.h, a->v.d, a->q.dtype));
     UPIPE_TRY(upi_linear_like(c, "dg", g->dg, a->q.n, a->v.h, 1, UPIPE_F32));
     if (a->beta.data != NULL) UPIPE_TRY(upi_linear_like(c, "dbeta", g->dbeta, a->q.n, a->v.h, 1, UPIPE_F32));
+    UPIPE_TRY(upi_scan_check_given(c, &states->given));
     mark = upipe_mem_mark(c->mem);
-    s = upi_way_agree(c, comm, a, &call.a, UPIPE_LINEAR_BWD, carry != NULL);
-    if (s == UPIPE_OK && a->way == UPIPE_WAY_PASS) s = upi_pass_bwd_run(c, comm, g, states, carry);
-    if (s == UPIPE_OK && a->way == UPIPE_WAY_SCAN) s = upi_maps_bwd_run(c, comm, g, states, carry);
-    if (s == UPIPE_OK && a->way == UPIPE_WAY_HEADS) s = upi_heads_bwd_run(c, comm, g, states, carry);
+    s = upi_way_agree(c, comm, a, &call.a, UPIPE_LINEAR_BWD, carry != NULL, &states->given);
+    if (s == UPIPE_OK && a->way == UPIPE_WAY_PASS) s = upi_pass_bwd_run(c, comm, g, states->data, carry);
+    if (s == UPIPE_OK && a->way == UPIPE_WAY_SCAN) s = upi_maps_bwd_run(c, comm, g, states->data, carry);
+    if (s == UPIPE_OK && a->way == UPIPE_WAY_HEADS) s = upi_heads_bwd_run(c, comm, g, states->data, carry);
     return upi_scan_end(c, s, mark, comm);
 }
 

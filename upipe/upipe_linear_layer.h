@@ -50,7 +50,6 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
 {
     upi_lin_pass p;
     upipe_fields f;
-    uint64_t given;
     upipe_status s;
     int64_t mark;
     if (save != NULL) memset(save, 0, sizeof *save);
@@ -59,15 +58,12 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     if (save == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: save is NULL");
     mark = upipe_mem_mark(c->mem);
     f = upi_lin_fields(l);
-    given = upi_lin_given(l, &f);
+    UPIPE_TRY(upi_lin_given(c, l, &f, &save->given));
     upipe_field_int(&f, "its direction (1: backward)", 0);
     s = upipe_comm_agree(c, comm, &f);
     upi_lin_begin(&p, l, save, x);
     if (s == UPIPE_OK) s = upi_lin_fwd(c, comm, &p, y, carry);
-    if (s == UPIPE_OK) {
-        save->given = given;
-        return UPIPE_OK;
-    }
+    if (s == UPIPE_OK) return s;
     memset(save, 0, sizeof *save);
     return upipe_unwind(c, s, mark, comm);
 }
@@ -82,12 +78,14 @@ UPIPE_API upipe_status upipe_linear_layer_out_fwd(upipe_ctx *c, upipe_comm *comm
                                                   const upipe_linear_saved *save, upipe_view y, upipe_view x)
 {
     upi_lin_pass p;
+    upipe_fields f;
     upipe_linear_saved of;
     upipe_status s;
     int64_t mark;
     UPIPE_TRY(upi_lin_check(c, comm, l, x));
     UPIPE_TRY(upi_lin_check_rows(c, l, "y", y));
-    if (save == NULL || !upi_lin_is_of(l, save)) return upi_lin_refuse_save(c);
+    f = upi_lin_fields(l);
+    UPIPE_TRY(upi_lin_check_save(c, l, &f, save));
     of = *save;
     mark = upipe_mem_mark(c->mem);
     upi_lin_begin(&p, l, &of, x);
@@ -121,8 +119,8 @@ UPIPE_API upipe_status upipe_linear_layer_bwd(upipe_ctx *c, upipe_comm *comm, co
     if (grads == NULL || dx.data == x.data)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: %s",
                           grads == NULL ? "grads are NULL" : "dx lies over x, which every stage reads");
-    if (save == NULL || !upi_lin_is_of(l, save)) return upi_lin_refuse_save(c);
-    save->given = 0;
+    UPIPE_TRY(upi_lin_check_save(c, l, &f, save));
+    save->given.plan = 0;
     mark = upipe_mem_mark(c->mem);
     upipe_field_int(&f, "its direction (1: backward)", 1);
     s = upipe_comm_agree(c, comm, &f);

@@ -5,10 +5,10 @@
  * Two calls in place of upipe_layer_out_fwd and upipe_layer_out_bwd, around the same attention:
  *
  *     upipe_layer_fwd(&ctx, &layer, &saved, x);
- *     upipe_gated_out_fwd(&ctx, &layer, wg, y, &saved, x);                     y may be x
+ *     upipe_gated_out_fwd(&ctx, &layer, y, &saved, x);                     y may be x
  *     ...
- *     upipe_gated_out_bwd(&ctx, &layer, wg, &grads, dwg, &saved, dg, dy, x);   dg may be dy: the gate's part of dx
- *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);        the rest; dx += dg is the host's
+ *     upipe_gated_out_bwd(&ctx, &layer, &grads, &saved, dg, dy, x);        dg may be dy: the gate's part of dx
+ *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);    the rest; dx += dg is the host's
  *
  * They go by tiles of rows. A tile has the gate of all heads in natural order: one product makes it, and one adds up the
  * heads. The slots' order matters where the gate meets O alone. So an element's additions, and its bits, are the same
@@ -24,7 +24,6 @@
  * stage and rank. dwo, dwg: where gradients are summed in f32, NULL without. */
 typedef struct upi_gated {
     upipe_pass pass;
-    const void *wg;
     upi_tile tile;
     size_t work_bytes;
     void *z, *u, *o, *dwo, *dwg;
@@ -76,7 +75,7 @@ UPIPE_API upipe_view upi_gated_wo(const upi_gated *g)
 UPIPE_API upipe_view upi_gated_wg(const upi_gated *g)
 {
     const upipe_plan_desc *d = &g->pass.plan->desc;
-    upipe_view v = upi_gated_matrix(g, g->wg, d->v_dim, d->model_dim);
+    upipe_view v = upi_gated_matrix(g, g->pass.layer->wg, d->v_dim, d->model_dim);
     v.h = d->heads;
     v.h_stride = d->v_dim * d->model_dim;
     return v;
@@ -113,17 +112,16 @@ UPIPE_API upipe_status upi_gated_check_alias(upipe_ctx *c, const char *to, upipe
 }
 
 /* What both directions check; g is ready but for its buffers. */
-UPIPE_API upipe_status upi_gated_check(upipe_ctx *c, upi_gated *g, const upipe_layer *l, const void *wg,
-                                       upipe_view y, const upipe_saved *save, upipe_view x)
+UPIPE_API upipe_status upi_gated_check(upipe_ctx *c, upi_gated *g, const upipe_layer *l, upipe_view y,
+                                       const upipe_saved *save, upipe_view x)
 {
     UPIPE_TRY(upi_check_out(c, l, y, save));
     UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
-    if (wg == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wg is NULL");
+    if (l->wg == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wg is NULL");
     if (c->ops->glu == NULL || c->ops->glu_bwd == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu");
     memset(g, 0, sizeof *g);
     upipe_pass_init(NULL, &g->pass, l, NULL);
-    g->wg = wg;
     return UPIPE_OK;
 }
 
@@ -159,7 +157,7 @@ UPIPE_API upipe_status upi_gated_make(upipe_ctx *c, const upi_gated *g, void *to
     const upipe_plan *p = g->pass.plan;
     int head, stage, rank, n;
     UPIPE_TRY(upi_gated_gemm(c, g, upi_gated_tile(g, g->z), upipe_view_rows(x, g->tile.at.row, g->tile.at.n),
-                             upi_gated_matrix(g, g->wg, upi_gated_width(g), p->desc.model_dim),
+                             upi_gated_matrix(g, g->pass.layer->wg, upi_gated_width(g), p->desc.model_dim),
                              UPIPE_GEMM_TRANS_B));
     for (head = 0; to != NULL && head < p->desc.heads; head += n) {
         n = upipe_plan_q_place(p, head, &stage, &rank).count;
@@ -188,14 +186,13 @@ UPIPE_API upipe_status upi_gated_fwd(upipe_ctx *c, upi_gated *g, upipe_view y, c
 }
 
 /* upipe_gated_out_fwd -- y = (O * sigmoid(x * Wg^T)) * Wo^T + bo, in place of upipe_layer_out_fwd; sends nothing
- *   wg      [H*v_dim][D], the plan's type, heads in natural order
  *   y       [rows][1][D] view, the plan's type, written; may be x
  *   save    of upipe_layer_fwd; O is read, and stays
  *   x       the forward's
  *   bytes   a tile's gate (tile rows * H * v_dim), one tile in f32 (none for f32 storage) and the scratch of a product
  *   errors  ARG, MEMORY; UNSUPPORTED: a table without glu. The team is then aborted, and the pool as before
  */
-UPIPE_API upipe_status upipe_gated_out_fwd(upipe_ctx *c, const upipe_layer *l, const void *wg, upipe_view y,
+UPIPE_API upipe_status upipe_gated_out_fwd(upipe_ctx *c, const upipe_layer *l, upipe_view y,
                                            const upipe_saved *save, upipe_view x)
 {
     upi_gated g;
@@ -203,7 +200,7 @@ UPIPE_API upipe_status upipe_gated_out_fwd(upipe_ctx *c, const upipe_layer *l, c
     int64_t mark;
     UPIPE_TRY(upipe_ctx_check(c));
     mark = upipe_mem_mark(c->mem);
-    s = upi_gated_check(c, &g, l, wg, y, save, x);
+    s = upi_gated_check(c, &g, l, y, save, x);
     if (s == UPIPE_OK) s = upi_gated_check_alias(c, "y", y, "x", x);
     if (s == UPIPE_OK) s = upi_gated_fwd(c, &g, y, &save->out, x);
     return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark, NULL);
@@ -279,7 +276,7 @@ UPIPE_API upipe_status upi_gated_bwd_tile(upipe_ctx *c, const upi_gated *g, upip
     return g->tile.buf != NULL ? c->ops->cast(c, g->tile.out, g->tile.sum) : UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, void *dwg, upipe_saved *save, upipe_view dx,
+UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, upipe_saved *save, upipe_view dx,
                                      upipe_view dy, upipe_view x)
 {
     const upipe_plan *p = g->pass.plan;
@@ -298,10 +295,10 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, void *dwg, upip
         c->ops->attn_reads_o ? 0 : (size_t)(g->pass.tile_rows * p->per_rank * p->desc.v_dim) * element,
         UPIPE_USE_SCRATCH, "out_tile"));
     UPIPE_TRY(upi_gated_sum_begin(c, g, &g->dwo, grads->wo, "dwo_sum"));
-    UPIPE_TRY(upi_gated_sum_begin(c, g, &g->dwg, dwg, "dwg_sum"));
+    UPIPE_TRY(upi_gated_sum_begin(c, g, &g->dwg, grads->wg, "dwg_sum"));
     if (grads->bo != NULL) UPIPE_TRY(c->ops->bias_bwd(c, grads->bo, dy));
     while (upi_tile_next(c, &g->pass, &g->tile, dx)) UPIPE_TRY(upi_gated_bwd_tile(c, g, save, &to, dy, x));
-    UPIPE_TRY(upi_gated_sum_end(c, g, g->dwg, dwg));
+    UPIPE_TRY(upi_gated_sum_end(c, g, g->dwg, grads->wg));
     UPIPE_TRY(upi_gated_sum_end(c, g, g->dwo, grads->wo));
     UPIPE_TRY(upipe_free(c, g->o));
     UPIPE_TRY(upipe_free(c, g->u));
@@ -313,9 +310,7 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, void *dwg, upip
 
 /* upipe_gated_out_bwd -- from the gradient of y: dWo, dbo, dWg, delta, the gradient of O in O's place, and the gate's part
  *                        of the gradient of x; in place of upipe_layer_out_bwd
- *   wg      the forward's
- *   grads   wo += dy^T * (O * sigmoid(x * Wg^T)), bo += sums of dy
- *   dwg     [H*v_dim][D], the layer's grad_dtype, +=; NULL: not wanted
+ *   grads   wo += dy^T * (O * sigmoid(x * Wg^T)), wg +=, bo += sums of dy
  *   save    consumes out: its slots (new ones, with attn_reads_o) hold the gradient of O then; delta is allocated
  *   dx      [rows][1][D] view, the plan's type, written: what comes through the gate. The host adds it to what
  *           upipe_layer_bwd gives. May be dy
@@ -327,9 +322,8 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, void *dwg, upip
  *   errors  ARG, MEMORY; UNSUPPORTED: a table without glu. The team is then aborted, and save is valid for
  *           upipe_saved_free alone
  */
-UPIPE_API upipe_status upipe_gated_out_bwd(upipe_ctx *c, const upipe_layer *l, const void *wg,
-                                           const upipe_grads *grads, void *dwg, upipe_saved *save,
-                                           upipe_view dx, upipe_view dy, upipe_view x)
+UPIPE_API upipe_status upipe_gated_out_bwd(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads,
+                                           upipe_saved *save, upipe_view dx, upipe_view dy, upipe_view x)
 {
     const float *delta = save != NULL ? save->delta : NULL;
     upi_gated g;
@@ -337,7 +331,7 @@ UPIPE_API upipe_status upipe_gated_out_bwd(upipe_ctx *c, const upipe_layer *l, c
     int64_t mark;
     UPIPE_TRY(upipe_ctx_check(c));
     mark = upipe_mem_mark(c->mem);
-    s = upi_gated_check(c, &g, l, wg, dy, save, x);
+    s = upi_gated_check(c, &g, l, dy, save, x);
     if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dx", dx);
     if (s == UPIPE_OK) s = upi_gated_check_alias(c, "dx", dx, "dy", dy);
     if (s == UPIPE_OK) s = upi_gated_check_alias(c, "dx", dx, "x", x);
@@ -347,7 +341,7 @@ UPIPE_API upipe_status upipe_gated_out_bwd(upipe_ctx *c, const upipe_layer *l, c
         g.pass.grads = grads;
         g.pass.tile_rows = rows / UPIPE_SUM_ROWS * UPIPE_SUM_ROWS;
         if (g.pass.tile_rows > l->plan->rows) g.pass.tile_rows = l->plan->rows;
-        s = upi_gated_bwd(c, &g, dwg, save, dx, dy, x);
+        s = upi_gated_bwd(c, &g, save, dx, dy, x);
     }
     if (s != UPIPE_OK && save != NULL && delta == NULL) save->delta = NULL; /* upipe_unwind frees it */
     return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark, NULL);

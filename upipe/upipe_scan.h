@@ -18,8 +18,8 @@
  *     s.plan = &plan; s.heads = 32; s.key_dim = s.value_dim = 128; s.stage_heads = 4;
  *     s.fwd = my_rule_fwd; s.bwd = my_rule_bwd; s.user = &my;
  *     upipe_scan_halo_fwd(&ctx, ctx.team, &s, before, x, NULL);     rows before this rank's, for a short convolution
- *     upipe_scan_fwd(&ctx, ctx.team, &s, states, NULL);             states at this rank's first token, for the backward
- *     upipe_scan_bwd(&ctx, ctx.team, &s, states, NULL);
+ *     upipe_scan_fwd(&ctx, ctx.team, &s, &states, NULL);            states at this rank's first token, for the backward
+ *     upipe_scan_bwd(&ctx, ctx.team, &s, &states, NULL);
  *     upipe_scan_halo_bwd(&ctx, ctx.team, &s, dx, dbefore, NULL);
  *
  * Which ranks: neighbours hold neighbouring tokens, so the layout is contiguous. The communicator is the team, the
@@ -36,7 +36,7 @@
 
 /* upipe_scan_fwd -- the state over all ranks
  *   comm    its ranks hold the plan's tokens in their order
- *   states  f32 [heads][key_dim][value_dim], written: before this rank's first token
+ *   states  written: the state before this rank's first token
  *   carry   NULL, or on rank 0 as large as states: the state before the first token of all, which becomes that behind the
  *           last one (where a document begins there it stays as it was). On other ranks it is not accessed, and NULL
  *           where rank 0's is
@@ -44,23 +44,19 @@
  *   errors  ARG, UNSUPPORTED (layout, batch), OVERFLOW: nothing happens. MISMATCH, MEMORY, the step's, others as
  *           upipe_comm_wait: team, ring and comm are aborted, and the pool is as before
  */
-UPIPE_API upipe_status upipe_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, float *states,
-                                      float *carry)
+UPIPE_API upipe_status upipe_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s,
+                                      upipe_states *states, float *carry)
 {
-    upi_scan_pass p;
-    int64_t mark;
     upipe_status status;
-    UPIPE_TRY(upi_scan_check(c, comm, s, states));
-    if (s->fwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's fwd is NULL");
-    mark = upipe_mem_mark(c->mem);
-    upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, 0, 0, carry != NULL);
-    if (status == UPIPE_OK) status = upi_scan_fwd_run(c, &p, states, carry);
-    return upi_scan_end(c, status, mark, comm);
+    if (states != NULL) memset(&states->given, 0, sizeof states->given);
+    status = upi_scan_fwd(c, comm, s, states != NULL ? states->data : NULL, carry,
+                          states != NULL ? &states->given : NULL);
+    if (status != UPIPE_OK && states != NULL) states->given.plan = 0;
+    return status;
 }
 
 /* upipe_scan_bwd -- the state's gradient, from the last rank to the first
- *   states  what the forward has written
+ *   states  what the forward of the same scan has written
  *   carry   NULL, or on the last rank as large as states: the gradient of the state behind the last token of all, which
  *           becomes that of the state before the first one (where a document begins there it stays as it was). On other
  *           ranks it is not accessed, and NULL where the last rank's is
@@ -68,18 +64,10 @@ UPIPE_API upipe_status upipe_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upip
  *   errors  as upipe_scan_fwd
  */
 UPIPE_API upipe_status upipe_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s,
-                                      const float *states, float *carry)
+                                      upipe_states *states, float *carry)
 {
-    upi_scan_pass p;
-    int64_t mark;
-    upipe_status status;
-    UPIPE_TRY(upi_scan_check(c, comm, s, states));
-    if (s->bwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's bwd is NULL");
-    mark = upipe_mem_mark(c->mem);
-    upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, 0, 0, carry != NULL);
-    if (status == UPIPE_OK) status = upi_scan_bwd_run(c, &p, states, carry);
-    return upi_scan_end(c, status, mark, comm);
+    return upi_scan_bwd(c, comm, s, states != NULL ? states->data : NULL, carry,
+                        states != NULL ? &states->given : NULL);
 }
 
 /* upipe_scan_halo_fwd -- the rows before this rank's
@@ -100,7 +88,7 @@ UPIPE_API upipe_status upipe_scan_halo_fwd(upipe_ctx *c, upipe_comm *comm, const
     UPIPE_TRY(upi_scan_check_halo(c, comm, s, before, x, carry));
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, s->halo, (int64_t)upi_scan_row(x), carry != NULL);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, s->halo, (int64_t)upi_scan_row(x), carry != NULL, NULL);
     if (status == UPIPE_OK) status = upi_scan_halo_fwd_run(c, &p, before, x, carry);
     return upi_scan_end(c, status, mark, comm);
 }
@@ -122,7 +110,8 @@ UPIPE_API upipe_status upipe_scan_halo_bwd(upipe_ctx *c, upipe_comm *comm, const
     UPIPE_TRY(upi_scan_check_halo(c, comm, s, dbefore, dx, carry));
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, s->halo, (int64_t)upi_scan_row(dx), carry != NULL);
+    status =
+        upi_scan_agree(c, comm, s, UPI_SCAN_BWD, s->halo, (int64_t)upi_scan_row(dx), carry != NULL, NULL);
     if (status == UPIPE_OK) status = upi_scan_halo_bwd_run(c, &p, dx, dbefore, carry);
     return upi_scan_end(c, status, mark, comm);
 }

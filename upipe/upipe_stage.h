@@ -65,6 +65,9 @@ UPIPE_API upipe_status upi_out_begin(upipe_ctx *c, upipe_pass *f, const upipe_la
                                      const upipe_saved *save)
 {
     UPIPE_TRY(upi_check_out(c, l, y, save));
+    if (l->wg != NULL)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "a layer with wg: its output is gated, by upipe_gated_out_fwd");
     upipe_pass_init(c->ops, f, l, NULL);
     return UPIPE_OK;
 }

@@ -41,7 +41,7 @@ typedef struct cuda_rank {
     upipe_side_stream side_stream;
     upipe_mem mem;
     upipe_mem_block *blocks;
-    void *slab, *stage, *weights[RUN_WEIGHTS];
+    void *slab, *stage, *wg, *weights[RUN_WEIGHTS];
     float *vectors[RUN_GRADS - RUN_WEIGHTS],
         *grads[RUN_GRADS]; /* vectors: q_norm_weight k_norm_weight sinks bq bk bv bo */
     run_own *own;
@@ -218,9 +218,9 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
     }
     n = (size_t)block_count(shape, "wg");
     if (n > 0) {
-        me->own->wg = cuda_buf(bytes, n * upipe_dtype_bytes(shape->dtype));
+        l->wg = me->wg = cuda_buf(bytes, n * upipe_dtype_bytes(shape->dtype));
         me->own->dwg = cuda_buf(bytes, n * 4);
-        device_put(&me->d, me->own->wg, run_narrow(shape->dtype, s->run.in->wg, (int64_t)n),
+        device_put(&me->d, me->wg, run_narrow(shape->dtype, s->run.in->wg, (int64_t)n),
                    n * upipe_dtype_bytes(shape->dtype));
         CHECK_STATUS(me->d.ops.zero(&me->d.c, me->own->dwg, n * 4), UPIPE_OK, me->d.c.err);
     }
@@ -247,7 +247,7 @@ static void cuda_rank_close(cuda_state *s, cuda_rank *me)
     for (int j = 0; j < RUN_WEIGHTS; ++j) DEVICE_CHECK(cudaFree(me->weights[j]));
     for (int j = 0; j < RUN_GRADS - RUN_WEIGHTS; ++j) DEVICE_CHECK(cudaFree(me->vectors[j]));
     for (int j = 0; j < RUN_GRADS; ++j) DEVICE_CHECK(cudaFree(me->grads[j]));
-    DEVICE_CHECK(cudaFree(me->own->wg));
+    DEVICE_CHECK(cudaFree(me->wg));
     DEVICE_CHECK(cudaFree(me->own->dwg));
     DEVICE_CHECK(cudaFree(me->stage));
     DEVICE_CHECK(cudaFree(me->slab));

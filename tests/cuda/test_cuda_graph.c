@@ -51,8 +51,7 @@ static void *part(const graph_rank *me, int i)
 static upipe_status pass(upipe_ctx *c, graph_rank *me)
 {
     float *grad = (float *)part(me, 4);
-    upipe_grads g = {grad, grad + WQ, grad + WQ + WK, grad + WQ + 2 * WK, NULL, NULL, NULL, NULL, NULL,
-                     NULL, NULL};
+    upipe_grads g = {.wq = grad, .wk = grad + WQ, .wv = grad + WQ + WK, .wo = grad + WQ + 2 * WK};
     upipe_saved saved;
     upipe_view x, y;
     void *data, *out;

@@ -58,8 +58,7 @@ typedef struct run_own {
     int blocks_max; /* exactly what the dry run says */
     float *host;    /* [host_n], its rows on their way, in memory of the host whatever the table */
     int64_t host_n;
-    void *wg,
-        *dwg; /* where the output is gated: the weight, in the storage type, and its gradient, zero at first */
+    void *dwg; /* where the output is gated: the weight's gradient, zero at first */
 } run_own;
 
 typedef struct run_state {
@@ -185,6 +184,7 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     own->host = host;
 #define RUN_GRAD(name) g.name = at[j++];
     RUN_GRADIENTS(RUN_GRAD)
+    g.wg = shape->gated ? own->dwg : NULL;
 
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "x", &c->err));
     x = dx = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
@@ -198,13 +198,13 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     if (shape->projected) {
         UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-        UPIPE_TRY(shape->gated ? upipe_gated_out_fwd(c, l, own->wg, y, &save, x)
+        UPIPE_TRY(shape->gated ? upipe_gated_out_fwd(c, l, y, &save, x)
                                : upipe_layer_out_fwd(c, l, y, &save));
         UPIPE_TRY(c->ops->cast(c, wide, y));
         run_rows(p, s->r->out.y, host, dim, 1);
         run_rows(p, s->in->dy, host, dim, 0);
         UPIPE_TRY(c->ops->cast(c, y, wide));
-        UPIPE_TRY(shape->gated ? upipe_gated_out_bwd(c, l, own->wg, &g, own->dwg, &save, y, y, x)
+        UPIPE_TRY(shape->gated ? upipe_gated_out_bwd(c, l, &g, &save, y, y, x)
                                : upipe_layer_out_bwd(c, l, &g, &save, y));
         if (!shape->gated) UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
@@ -451,7 +451,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         if (status != UPIPE_OK) break;
         own->layer = run_layer_with(test, s->weights, in);
         own->layer.plan = &own->plan;
-        own->wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
+        if (shape->gated) own->layer.wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
         own->dwg = zeroed((size_t)block_count(shape, "wg") * upipe_dtype_bytes(test->grad_dtype));
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1 + s->ops.attn_reads_o);

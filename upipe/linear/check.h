@@ -59,7 +59,7 @@ UPIPE_API upipe_status upi_lin_check_rows(upipe_ctx *c, const upipe_linear_layer
                       upipe_dtype_name(p->desc.dtype), (long long)p->local, (long long)p->desc.model_dim);
 }
 
-/* What all ranks must agree on, beside the direction and what the pass compares. */
+/* What all ranks must agree on, beside the direction and what the pass compares, and a backward with its forward. */
 UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
 {
     upipe_fields f;
@@ -74,28 +74,34 @@ UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
     upipe_field_int(&f, "its chunk", l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK);
     upipe_field_int(&f, "key heads of its stages", upi_lin_stage_keys(l));
     upipe_field_real(&f, "its norm_eps", (double)l->norm_eps);
+    upipe_field_int(&f, "position of its first token", l->first);
+    upipe_field_int(&f, "cu_seqlens_n", l->borders.cu_seqlens_n);
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &l->borders) >> 1));
     return f;
 }
 
-/* What a backward compares with its forward. */
-UPIPE_API uint64_t upi_lin_given(const upipe_linear_layer *l, const upipe_fields *f)
+/* Compares a call with its forward; that one records what it is given. */
+UPIPE_API upipe_status upi_lin_given(upipe_ctx *c, const upipe_linear_layer *l, const upipe_fields *f,
+                                     upipe_given *given)
 {
-    uint64_t hash = upipe_hash_bytes(f->hash, &l->plan->seal, sizeof l->plan->seal);
-    hash = upi_scan_hash(hash, &l->borders);
-    return upipe_hash_bytes(hash, &l->first, sizeof l->first);
+    const upipe_weight weights[] = {
+        {"w_qkv", l->w_qkv}, {"w_z", l->w_z},         {"w_b", l->w_b},
+        {"w_a", l->w_a},     {"w_out", l->w_out},     {"conv", l->conv},
+        {"a_log", l->a_log}, {"dt_bias", l->dt_bias}, {"norm_weight", l->norm_weight}};
+    return upipe_given_same(&c->err, given, l->plan->seal, l->id, f, weights,
+                            (int)(sizeof weights / sizeof *weights));
 }
 
-/* Whether a forward of this layer has saved it. */
-UPIPE_API int upi_lin_is_of(const upipe_linear_layer *l, const upipe_linear_saved *save)
+/* The same of a call that reads what the forward has saved. */
+UPIPE_API upipe_status upi_lin_check_save(upipe_ctx *c, const upipe_linear_layer *l, const upipe_fields *f,
+                                          const upipe_linear_saved *save)
 {
-    const upipe_fields f = upi_lin_fields(l);
-    return save->given == upi_lin_given(l, &f);
-}
-
-UPIPE_API upipe_status upi_lin_refuse_save(upipe_ctx *c)
-{
-    return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                      "linear layer: save is NULL, consumed, or of another layer or plan");
+    upipe_given given;
+    if (save == NULL || save->given.plan == 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "linear layer: save is NULL, or not there any more (consumed?)");
+    given = save->given;
+    return upi_lin_given(c, l, f, &given);
 }
 
 /* A layer and x. */

@@ -417,7 +417,7 @@ UPIPE_API upipe_status upi_lin_fwd(upipe_ctx *c, upipe_comm *comm, upi_lin_pass 
     UPIPE_TRY(upipe_alloc(c, &states, upipe_scan_state_bytes(&scan), UPIPE_USE_STAT, "linear_states"));
     p->save->states = (float *)states;
     UPIPE_TRY(upi_lin_length(c, p));
-    UPIPE_TRY(upipe_scan_fwd(c, comm, &scan, p->save->states, carry));
+    UPIPE_TRY(upi_scan_fwd(c, comm, &scan, p->save->states, carry, NULL));
     if (y.data != NULL) UPIPE_TRY(upi_lin_out_fwd(c, p, y));
     return upipe_free(c, p->length);
 }
@@ -433,7 +433,7 @@ UPIPE_API upipe_status upi_lin_bwd(upipe_ctx *c, upipe_comm *comm, upi_lin_pass 
     UPIPE_TRY(upipe_alloc(c, &sum, upi_lin_sum_bytes(p->l), UPIPE_USE_GRAD, "linear_dx"));
     p->dx = sum != NULL ? upi_lin_matrix(sum, UPIPE_F32, dx.n, dx.d) : dx;
     UPIPE_TRY(upi_lin_out_bwd(c, p, dy));
-    UPIPE_TRY(upipe_scan_bwd(c, comm, &scan, p->save->states, carry));
+    UPIPE_TRY(upi_scan_bwd(c, comm, &scan, p->save->states, carry, NULL));
     if (sum != NULL) UPIPE_TRY(c->ops->cast(c, dx, p->dx));
     UPIPE_TRY(upipe_free(c, sum));
     return upipe_free(c, p->length);

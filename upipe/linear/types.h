@@ -2,6 +2,7 @@
 #ifndef UPIPE_LINEAR_TYPES_H
 #define UPIPE_LINEAR_TYPES_H
 
+#include "../upipe_agree.h"
 #include "../upipe_linear.h"
 #include "../upipe_linear_rows.h"
 #include "../upipe_scan.h"
@@ -10,6 +11,7 @@ enum { UPIPE_LINEAR_TILE_ROWS = 256 };
 #define UPIPE_LINEAR_LENGTH_EPS 1e-6 /* added to the squared lengths of q and k */
 
 /* upipe_linear_layer -- zero fields are defaults
+ *   id          as in upipe_layer
  *   plan        tokens, model_dim D and storage type are read; contiguous, of one sequence
  *   first borders  as in upipe_scan
  *   capacity    borders for whose chunks there is scratch too: with the same ones in every call a pool holds the same bytes,
@@ -29,7 +31,7 @@ enum { UPIPE_LINEAR_TILE_ROWS = 256 };
  */
 typedef struct upipe_linear_layer {
     const upipe_plan *plan;
-    int64_t first;
+    int64_t id, first;
     upipe_borders borders, capacity;
     const upipe_linear_ops *rules;
     int heads, key_heads, key_dim, value_dim, taps, chunk, stage_keys;
@@ -45,12 +47,12 @@ typedef struct upipe_linear_layer_grads {
 } upipe_linear_layer_grads;
 
 /* upipe_linear_saved -- what a forward leaves for the backward, in the pool
- *   given   a hash of the layer's numbers, the plan and the borders; 0: there was no forward
+ *   given   see upipe_given
  *   o       [n][heads][value_dim], the plan's type: what the rule has made
  *   states  as a scan has them, before this rank's first token
  */
 typedef struct upipe_linear_saved {
-    uint64_t given;
+    upipe_given given;
     void *o;
     float *states;
 } upipe_linear_saved;

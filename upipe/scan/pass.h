@@ -79,16 +79,23 @@ UPIPE_API upipe_status upi_scan_check_halo(upipe_ctx *c, const upipe_comm *comm,
     return carry != NULL ? upi_scan_check_rows(c, "the carry", *carry, s->halo, x) : UPIPE_OK;
 }
 
+/* The record of a backward's states. */
+UPIPE_API upipe_status upi_scan_check_given(upipe_ctx *c, const upipe_given *given)
+{
+    if (given == NULL || given->plan != 0) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "the states are of no forward");
+}
+
 enum { UPI_SCAN_FWD, UPI_SCAN_BWD }; /* what a call is */
 
-/* Compares a call, and which it is, with all ranks. */
+/* Compares a call, and which it is, with all ranks; and with its forward, which records what it is given.
+ *   given   NULL: nothing is recorded or compared */
 UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int call, int halo,
-                                      int64_t row_bytes, int carried)
+                                      int64_t row_bytes, int carried, upipe_given *given)
 {
     upipe_fields f;
     f.n = 0;
     upipe_field_int(&f, "tokens of the scan", s->plan->desc.tokens);
-    upipe_field_int(&f, "its direction (1: backward)", call);
     upipe_field_int(&f, "its ranks in a ring", s->plan->desc.ring);
     upipe_field_int(&f, "position of its first token", s->first);
     upipe_field_int(&f, "heads of its state", s->heads);
@@ -100,6 +107,8 @@ UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upip
     upipe_field_int(&f, "carry", carried);
     upipe_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
     upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &s->borders) >> 1));
+    if (given != NULL) UPIPE_TRY(upipe_given_same(&c->err, given, s->plan->seal, 0, &f, NULL, 0));
+    upipe_field_int(&f, "its direction (1: backward)", call);
     return upipe_comm_agree(c, comm, &f);
 }
 
@@ -216,6 +225,39 @@ UPIPE_API upipe_status upi_scan_end(upipe_ctx *c, upipe_status s, int64_t mark, 
     if (s != UPIPE_OK) return upipe_unwind(c, s, mark, comm);
     upipe_mem_rewind(c->mem, mark);
     return UPIPE_OK;
+}
+
+/* The two directions.
+ *   given   NULL: who calls compares a backward with its forward */
+UPIPE_API upipe_status upi_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, float *states,
+                                    float *carry, upipe_given *given)
+{
+    upi_scan_pass p;
+    int64_t mark;
+    upipe_status status;
+    UPIPE_TRY(upi_scan_check(c, comm, s, states));
+    if (s->fwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's fwd is NULL");
+    mark = upipe_mem_mark(c->mem);
+    upi_scan_begin(&p, comm, s);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, 0, 0, carry != NULL, given);
+    if (status == UPIPE_OK) status = upi_scan_fwd_run(c, &p, states, carry);
+    return upi_scan_end(c, status, mark, comm);
+}
+
+UPIPE_API upipe_status upi_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, const float *states,
+                                    float *carry, upipe_given *given)
+{
+    upi_scan_pass p;
+    int64_t mark;
+    upipe_status status;
+    UPIPE_TRY(upi_scan_check(c, comm, s, states));
+    if (s->bwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's bwd is NULL");
+    UPIPE_TRY(upi_scan_check_given(c, given));
+    mark = upipe_mem_mark(c->mem);
+    upi_scan_begin(&p, comm, s);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, 0, 0, carry != NULL, given);
+    if (status == UPIPE_OK) status = upi_scan_bwd_run(c, &p, states, carry);
+    return upi_scan_end(c, status, mark, comm);
 }
 
 /* ---- the halo of a short convolution ---- */

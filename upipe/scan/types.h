@@ -2,6 +2,7 @@
 #ifndef UPIPE_SCAN_TYPES_H
 #define UPIPE_SCAN_TYPES_H
 
+#include "../upipe_agree.h"
 #include "../upipe_borders.h"
 #include "../upipe_plan.h"
 
@@ -33,6 +34,15 @@ typedef struct upipe_scan {
     upipe_scan_bwd_step *bwd;
     void *user;
 } upipe_scan;
+
+/* upipe_states -- what a forward leaves for its backward
+ *   given  written by the forward; see upipe_given
+ *   data   the host's, f32 [heads][key_dim][value_dim]: the state before this rank's first token
+ */
+typedef struct upipe_states {
+    upipe_given given;
+    float *data;
+} upipe_states;
 
 /* ---- who waits for whom ---- */
 

@@ -8,39 +8,27 @@
 #include "../upipe_check.h"
 #include "types.h"
 
-/* Writes what a layer is given where nothing is recorded yet, as in a forward. Otherwise ARG unless it is the same.
- *   f       what ranks compare; NULL: the projection of the results reads none of it
+/* Compares a call with its forward; that one records what it is given.
+ *   f   what ranks compare; NULL: a projection of the results, which reads none of it, and all weights
  */
 UPIPE_API upipe_status upi_stage_given(upipe_ctx *c, const upipe_layer *l, const upipe_fields *f,
                                        upipe_given *given)
 {
-    static const char *const names[] = {
-        "wq", "wk", "wv", "bq", "bk", "bv", "q_norm_weight", "k_norm_weight", "sinks"};
-    const void *const weights[UPIPE_WEIGHTS] = {
-        l->wq, l->wk, l->wv, l->bq, l->bk, l->bv, l->q_norm_weight, l->k_norm_weight, l->mask.sinks};
-    const int n = f == NULL ? 0 : f->n < UPIPE_ALL_GATHER_MAX ? f->n : UPIPE_ALL_GATHER_MAX;
-    int i;
-    if (given->plan == 0) {
-        given->plan = l->plan->seal;
-        given->id = l->id;
-        memcpy(given->weights, weights, sizeof weights);
-        for (i = 0; i < n; ++i) given->value[i] = f->list[i].value;
-        return UPIPE_OK;
-    }
-    for (i = 0; i < n; ++i)
-        if (given->value[i] != f->list[i].value)
-            return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is not that of the forward", f->list[i].name);
-    if (given->plan != l->plan->seal)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "another plan than in the forward");
-    if (given->id != l->id)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "layer id %lld, and %lld in the forward", (long long)l->id,
-                          (long long)given->id);
-    for (i = 0; l->id == 0 && i < UPIPE_WEIGHTS; ++i)
-        if (given->weights[i] != weights[i])
-            return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                              "%s is not where it was in the forward; weights that move need layer.id",
-                              names[i]);
-    return UPIPE_OK;
+    const upipe_weight weights[] = {{"wq", l->wq},
+                                    {"wk", l->wk},
+                                    {"wv", l->wv},
+                                    {"bq", l->bq},
+                                    {"bk", l->bk},
+                                    {"bv", l->bv},
+                                    {"q_norm_weight", l->q_norm_weight},
+                                    {"k_norm_weight", l->k_norm_weight},
+                                    {"sinks", l->mask.sinks},
+                                    {"wo", l->wo},
+                                    {"wg", l->wg},
+                                    {"bo", l->bo}};
+    enum { ALL = sizeof weights / sizeof *weights, PROJECTION = 3 };
+    const int n = f == NULL || given->plan == 0 ? ALL : ALL - PROJECTION;
+    return upipe_given_same(&c->err, given, l->plan->seal, l->id, f, weights, n);
 }
 
 /* Compares the block with all ranks: everything but the data and the rows of a tile, which each rank may
@@ -191,8 +179,8 @@ UPIPE_API upipe_status upi_check_layer(upipe_ctx *c, const upipe_layer *l, upipe
 UPIPE_API upipe_status upi_check_grads(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads,
                                        const upipe_saved *save, const upipe_slots *dout)
 {
-    const float *const biases[4] = {l->bq, l->bk, l->bv, l->bo};
-    static const char *const names[] = {"bq", "bk", "bv", "bo"};
+    const void *const optional[] = {l->bq, l->bk, l->bv, l->bo, l->wg};
+    static const char *const names[] = {"bq", "bk", "bv", "bo", "wg"};
     int i;
     if (save != NULL) {
         UPIPE_TRY(upipe_slots_check(c, l->plan, dout, "dout"));
@@ -206,9 +194,9 @@ UPIPE_API upipe_status upi_check_grads(upipe_ctx *c, const upipe_layer *l, const
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "gradients of norm weights are wanted without a QK norm");
     if (l->mask.sinks == NULL && grads->sinks != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of sinks is wanted without sinks");
-    for (i = 0; i < 4; ++i) {
-        const float *const db[4] = {grads->bq, grads->bk, grads->bv, grads->bo};
-        if (biases[i] == NULL && db[i] != NULL)
+    for (i = 0; i < (int)(sizeof optional / sizeof *optional); ++i) {
+        const void *const given[] = {grads->bq, grads->bk, grads->bv, grads->bo, grads->wg};
+        if (optional[i] == NULL && given[i] != NULL)
             return upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of %s is wanted without it", names[i]);
     }
     return UPIPE_OK;

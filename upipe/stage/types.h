@@ -3,6 +3,7 @@
 #define UPIPE_STAGE_TYPES_H
 
 #include "../upipe_a2a.h"
+#include "../upipe_agree.h"
 #include "../upipe_ring.h"
 #include "../upipe_side_stream.h"
 
@@ -14,9 +15,11 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *               Otherwise its number, by which it is told: for weights that lie elsewhere in the backward, as those
  *               that are gathered for each use
  *   wq wk wv wo weights in the plan's storage type, heads in natural order as in published Llama checkpoints:
- *               [H*d][D], [Hkv*d][D], [Hkv*v_dim][D], [D][H*v_dim]. wo is read by the out calls alone
+ *               [H*d][D], [Hkv*d][D], [Hkv*v_dim][D], [D][H*v_dim]
+ *   wg          [H*v_dim][D], of a gated output (upipe_out_gate.h); NULL = none
  *   bq bk bv bo f32 biases, [H*d], [Hkv*d], [Hkv*v_dim], [D]; each may be NULL = none. Those of Q, K, V are added
- *               to stored products, bo to the f32 sum. bo is read by the out calls alone
+ *               to stored products, bo to the f32 sum
+ *               wo, wg and bo are read by the out calls alone, and are those that upipe_layer_fwd was given
  *   q_norm_weight k_norm_weight  f32 [d]: RMS norm of every head of Q and K before RoPE; both NULL = none
  *   norm_eps    of these norms, added to the mean square; 0 without them. With 0 a head of zeros gives NaN
  *   rope_theta  base of the rotary embedding of Q and K; 0 = none
@@ -37,7 +40,7 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
 typedef struct upipe_layer {
     const upipe_plan *plan;
     int64_t id;
-    const void *wq, *wk, *wv, *wo;
+    const void *wq, *wk, *wv, *wo, *wg;
     const float *bq, *bk, *bv, *bo, *q_norm_weight, *k_norm_weight;
     double rope_theta, rope_factor;
     const double *rope_rates;
@@ -49,27 +52,12 @@ typedef struct upipe_layer {
 } upipe_layer;
 
 /* upipe_grads -- gradients of the weights over this rank's tokens (of sinks: over its heads): f32 (those of wq, wk,
- *                wv, wo in the layer's grad_dtype), shapes of the weights, +=; NULL = not wanted. Sum them over
+ *                wv, wo, wg in the layer's grad_dtype), shapes of the weights, +=; NULL = not wanted. Sum them over
  *                team and ring: upipe_all_reduce, where they are f32 */
 typedef struct upipe_grads {
-    void *wq, *wk, *wv, *wo;
+    void *wq, *wk, *wv, *wo, *wg;
     float *q_norm_weight, *k_norm_weight, *sinks, *bq, *bk, *bv, *bo;
 } upipe_grads;
-
-enum { UPIPE_WEIGHTS = 9 };
-
-/* upipe_given -- what a forward was given: its backward must be given the same
- *   plan     the plan's seal; 0: there was no forward
- *   id       the layer's
- *   weights  addresses of wq, wk, wv, bq, bk, bv, q_norm_weight, k_norm_weight and the mask's sinks
- *   value    what all ranks have compared: numbers of plan, mask, RoPE, scale and norms
- */
-typedef struct upipe_given {
-    uint64_t plan;
-    int64_t id;
-    const void *weights[UPIPE_WEIGHTS];
-    int64_t value[UPIPE_ALL_GATHER_MAX];
-} upipe_given;
 
 /* upipe_saved -- what the forward leaves for the backward, in the pool
  *   given  see upipe_given; who keeps out and lse elsewhere meanwhile keeps it beside them

@@ -55,7 +55,7 @@ UPIPE_API upipe_status upi_pass_fwd_run(upipe_ctx *c, upipe_comm *comm, const up
     UPIPE_TRY(upipe_alloc(c, &w.work, w.work_bytes, UPIPE_USE_SCRATCH, "linear_work"));
     s.fwd = upi_way_fwd_step;
     s.user = &w;
-    return upipe_scan_fwd(c, comm, &s, states, carry);
+    return upi_scan_fwd(c, comm, &s, states, carry, NULL);
 }
 
 UPIPE_API upipe_status upi_pass_bwd_run(upipe_ctx *c, upipe_comm *comm, const upipe_linear_attn_grad *g,
@@ -69,7 +69,7 @@ UPIPE_API upipe_status upi_pass_bwd_run(upipe_ctx *c, upipe_comm *comm, const up
     UPIPE_TRY(upipe_alloc(c, &w.work, w.work_bytes, UPIPE_USE_SCRATCH, "linear_work"));
     s.bwd = upi_way_bwd_step;
     s.user = &w;
-    return upipe_scan_bwd(c, comm, &s, states, carry);
+    return upi_scan_bwd(c, comm, &s, states, carry, NULL);
 }
 
 #endif

@@ -64,8 +64,7 @@ typedef struct activations_kept {
     void *x; /* NULL: not kept */
     int away;
     void *out, *lse;       /* of attention, or o and states of linear attention; NULL: not kept */
-    upipe_given given;     /* what its forward was given */
-    uint64_t linear_given; /* the same of linear attention */
+    upipe_given given;     /* what the forward of out was given */
     upipe_fpdt_saved fpdt; /* of attention in segments; out is NULL if it is not kept */
 } activations_kept;
 

@@ -91,15 +91,13 @@ static inline upipe_status attention_whole_free(attention *a, int kept)
 static inline upipe_status attention_gated_out(attention *a, int part, upipe_view *y)
 {
     (void)part; /* it is the only one */
-    return upipe_gated_out_fwd(a->r->c, &a->f.layer, model_weight(a->r, LLAMA_WG, a->at), *y, &a->saved,
-                               a->x);
+    return upipe_gated_out_fwd(a->r->c, &a->f.layer, *y, &a->saved, a->x);
 }
 
 static inline upipe_status attention_gated_out_bwd(attention *a, const upipe_grads *grads, upipe_view g)
 {
     UPIPE_TRY(model_alloc(a->r, &a->dx, UPIPE_USE_OTHER, "attended"));
-    return upipe_gated_out_bwd(a->r->c, &a->f.layer, model_weight(a->r, LLAMA_WG, a->at), grads,
-                               model_grad(a->r, LLAMA_WG, a->at), &a->saved, a->dx, g, a->x);
+    return upipe_gated_out_bwd(a->r->c, &a->f.layer, grads, &a->saved, a->dx, g, a->x);
 }
 
 static inline upipe_status attention_gated_bwd(attention *a, const upipe_grads *grads, upipe_view x)
@@ -230,7 +228,7 @@ static inline upipe_status attention_linear_fwd(attention *a, upipe_view x)
 static inline upipe_status attention_linear_keep(attention *a)
 {
     const upipe_linear_saved *s = &a->linear_saved;
-    a->r->kept.layer[a->at].linear_given = s->given;
+    a->r->kept.layer[a->at].given = s->given;
     return activations_keep_out(&a->r->kept, a->r->c, a->at, s->o, attention_linear_bytes(a), s->states,
                                 upipe_linear_layer_state_bytes(&a->linear));
 }
@@ -242,7 +240,7 @@ static inline upipe_status attention_linear_fetch(attention *a)
     upipe_ctx *c = a->r->c;
     upipe_linear_saved *s = &a->linear_saved;
     void *data;
-    s->given = k->linear_given;
+    s->given = k->given;
     UPIPE_TRY(upipe_alloc(c, &s->o, attention_linear_bytes(a), UPIPE_USE_OUT, "linear_o"));
     UPIPE_TRY(upipe_alloc(c, &data, states, UPIPE_USE_STAT, "linear_states"));
     s->states = (float *)data;

@@ -226,6 +226,7 @@ static inline upipe_layer model_attention_layer(const model_rank *r, int64_t lay
     l.wk = model_weight(r, LLAMA_WK, layer);
     l.wv = model_weight(r, LLAMA_WV, layer);
     l.wo = model_weight(r, LLAMA_WO, layer);
+    if (model_tensor(r, LLAMA_WG, layer) != NULL) l.wg = model_weight(r, LLAMA_WG, layer);
     if (!(config->by_layer[layer] & LLAMA_NO_ROPE)) {
         l.rope_theta = config->rope_theta;
         l.rope_rates = r->m->rates.own ? r->m->rates.value : NULL;
@@ -263,6 +264,7 @@ static inline upipe_linear_layer model_linear_layer(const model_rank *r, int64_t
     upipe_linear_layer l;
     memset(&l, 0, sizeof l);
     l.plan = &r->m->plan;
+    l.id = layer + 1; /* as an attention layer's */
     l.borders.cu_seqlens = r->borders;
     l.borders.cu_seqlens_n = r->borders_n;
     l.capacity = r->m->capacity;
@@ -309,6 +311,7 @@ static inline upipe_grads model_attention_grads(const model_rank *r, int64_t lay
     g.wk = model_grad(r, LLAMA_WK, layer);
     g.wv = model_grad(r, LLAMA_WV, layer);
     g.wo = model_grad(r, LLAMA_WO, layer);
+    g.wg = model_grad(r, LLAMA_WG, layer);
     g.q_norm_weight = model_grad(r, LLAMA_QNORM, layer);
     g.k_norm_weight = model_grad(r, LLAMA_KNORM, layer);
     g.bq = model_grad(r, LLAMA_BQ, layer);
