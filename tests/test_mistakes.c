@@ -463,6 +463,18 @@ MISTAKE(zero_weights, const void *w; h->z.weights = NULL;
 MISTAKE(zero_grads, float *g; h->z.grads = NULL; h->z.stage = 1;
         return upipe_zero_grads_begin(&h->c, &h->z, 2, &g))
 MISTAKE(zero_clear, h->z.grads = NULL; return upipe_zero_grads_clear(&h->c, &h->z))
+MISTAKE(zero_weights_whole, const void *w; h->z.weights = NULL; h->z.stage = 1;
+        return upipe_zero_weights_begin(&h->c, &h->z, 2, &w))
+MISTAKE(zero_weights_gather, h->z.weights = NULL; h->z.stage = 2;
+        return upipe_zero_weights_gather(&h->c, &h->z))
+MISTAKE(zero_sum_null, h->z.grads = NULL; h->z.stage = 0; return upipe_zero_grads_sum(&h->c, &h->z))
+MISTAKE(zero_sum_twice, h->z.stage = 1; WELL(upipe_zero_grads_sum(&h->c, &h->z));
+        return upipe_zero_grads_sum(&h->c, &h->z))
+MISTAKE(zero_begin_summed, float *g; h->z.stage = 0; WELL(upipe_zero_grads_sum(&h->c, &h->z));
+        return upipe_zero_grads_begin(&h->c, &h->z, 2, &g))
+MISTAKE(zero_end_other, float *g; upipe_status s; WELL(upipe_zero_grads_begin(&h->c, &h->z, 0, &g));
+        s = upipe_zero_grads_end(&h->c, &h->z, 2, g); (void)upipe_mem_free(h->c.mem, g, NULL); return s)
+MISTAKE(zero_end_foreign, return upipe_zero_grads_end(&h->c, &h->z, 2, h->grads))
 MISTAKE(zero_out, return upipe_zero_weights_begin(&h->c, &h->z, 0, NULL))
 MISTAKE(zero_sum, h->z.stage = 0; h->z.ranks = 2; return upipe_zero_grads_sum(&h->c, &h->z))
 MISTAKE(zero_gather, h->z.stage = 1; h->z.first = NULL; return upipe_zero_weights_gather(&h->c, &h->z))
@@ -473,6 +485,14 @@ MISTAKE(zero_gather, h->z.stage = 1; h->z.first = NULL; return upipe_zero_weight
 #name, make_##name, words \
     }
 static const mistake mistakes[] = {
+    ROW(zero_weights_whole, "weights is NULL"),
+    ROW(zero_weights_gather, "weights is NULL"),
+    ROW(zero_sum_null, "grads is NULL"),
+    ROW(zero_sum_twice, "are summed already"),
+    ROW(zero_begin_summed, "are summed already"),
+    ROW(zero_end_other, "is not what unit 2 was given"),
+    ROW(zero_end_foreign, "is not what unit 2 was given"),
+
     ROW(layer_theta, "rope_theta is not that of the forward"),
     ROW(layer_interleaved, "rope_interleaved is not that of"),
     ROW(layer_scale, "scale is not that of"),
@@ -615,9 +635,9 @@ static const mistake mistakes[] = {
     ROW(zero_stage, "stage 4"),
     ROW(zero_units, "do not begin at 0"),
     ROW(zero_unit, "unit 3 of 3"),
-    ROW(zero_weights, "src is NULL"),
+    ROW(zero_weights, "weights is NULL"),
     ROW(zero_grads, "grads is NULL"),
-    ROW(zero_clear, "dst is NULL"),
+    ROW(zero_clear, "grads is NULL"),
     ROW(zero_out, "the place for the result is NULL"),
     ROW(zero_sum, "rank 0 of 2"),
     ROW(zero_gather, "do not begin at 0"),

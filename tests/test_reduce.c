@@ -80,7 +80,7 @@ static upipe_status fail_alone(job *j, upipe_ctx *c, upipe_comm *world)
     if (j->call == BY_ALL_REDUCE) return upipe_all_reduce(c, world, data, ELEMENTS);
     if (j->call == BY_TEAM) return upipe_all_reduce(c, c->team, data, ELEMENTS);
     if (j->call == BY_RING) return upipe_all_reduce(c, c->ring, data, ELEMENTS);
-    z = (upipe_zero){.world = world, .ranks = RANKS, .stage = 2, .units = 1, .first = first};
+    z = (upipe_zero){.world = world, .ranks = RANKS, .stage = 2, .units = 1, .first = first, .grads = data};
     return upipe_zero_grads_begin(c, &z, 0, &g);
 }
 

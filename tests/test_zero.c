@@ -17,7 +17,8 @@ static const int64_t first[UNITS + 1] = {0, 5, 5, 22, 23, 1023, ELEMENTS};
 typedef enum trouble { NONE, LEAVES, OTHER_STAGE, SMALL_POOL, TROUBLES, SILENT } trouble;
 
 typedef struct way {
-    int ranks, stage, ahead, away, ends_first; /* the unit whose gradients are the first to end */
+    int ranks, stage, ahead, away, again; /* again: a second round of gradients */
+    int ends_first;                       /* the unit whose gradients are the first to end */
     upipe_dtype dtype, sent;
     size_t strip;
     trouble trouble;
@@ -174,16 +175,16 @@ static void check_sums(const way *w, const upipe_zero *z, int rounds)
     }
 }
 
-/* A second round of gradients that are away: each chain goes on from what is there. */
+/* A second round of gradients: each chain goes on from what is there. */
 static upipe_status add_again(const way *w, upipe_ctx *c, upipe_zero *z)
 {
     const int64_t n = upipe_zero_held(z, UPIPE_ZERO_GRADS), weight = (int64_t)upipe_dtype_bytes(w->dtype),
                   gathered = w->stage == 3 ? upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * weight : 0;
-    CHECK_INT(z->moved, gathered + 4 * n);
+    CHECK_INT(z->moved, w->away ? gathered + 4 * n : 0);
     z->round = 1;
     UPIPE_TRY(add_gradients(w, c, z));
     check_sums(w, z, 2);
-    CHECK_INT(z->moved, gathered + 12 * n);
+    CHECK_INT(z->moved, w->away ? gathered + 12 * n : 0);
     return UPIPE_OK;
 }
 
@@ -196,7 +197,7 @@ static int64_t bytes_sent(const way *w, const upipe_zero *z)
     for (int unit = 0; unit < UNITS; ++unit) {
         const int64_t mine = upipe_zero_slice(z, unit).n, n = first[unit + 1] - first[unit];
         sum += gathers * mine * (w->ranks - 1) * weight;
-        sum += (n - mine) * (int64_t)upipe_dtype_bytes(w->sent) * (1 + w->away);
+        sum += (n - mine) * (int64_t)upipe_dtype_bytes(w->sent) * (1 + w->again);
         if (w->stage == 0) sum += mine * (w->ranks - 1) * 4;
     }
     return w->ranks > 1 ? sum : 0;
@@ -208,7 +209,7 @@ static size_t largest(const way *w, const upipe_zero *z, upipe_zero_what a)
     for (int unit = 0; unit < UNITS; ++unit) {
         one = upipe_zero_bytes(z, unit, a);
         if (a == UPIPE_ZERO_GRADS) {
-            if (unit == w->ends_first && lends(z, unit)) one = 0;
+            if (unit == w->ends_first && lends(z, unit) && !w->again) one = 0;
             one += upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM);
         }
         if (one > most) most = one;
@@ -254,7 +255,7 @@ static upipe_status step(const way *w, upipe_ctx *c, upipe_zero *z)
     UPIPE_TRY(upipe_zero_grads_clear(c, z));
     UPIPE_TRY(add_gradients(w, c, z));
     check_sums(w, z, 1);
-    if (w->away) UPIPE_TRY(add_again(w, c, z));
+    if (w->again) UPIPE_TRY(add_again(w, c, z));
     for (int unit = 0; unit < UNITS; ++unit) {
         upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
         if (!upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) p.at = p.first;
@@ -364,6 +365,8 @@ static void test_stages(void)
                     if (strip == 0 && kind > 0) continue; /* slow, and the same */
                     run(&w);
                     if (stage < 2) continue;
+                    w.again = 1;
+                    run(&w);
                     w.away = 1;
                     run(&w);
                 }
@@ -425,6 +428,10 @@ static void test_refused(void)
     bad = z, bad.dtype = UPIPE_F16;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_UNSUPPORTED, c->err,
                   "parameters are f32 or bf16, not f16");
+    bad = z, bad.first = NULL;
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "do not begin at 0");
+    CHECK(upipe_zero_held(&bad, UPIPE_ZERO_WEIGHTS) == 0 && upipe_zero_bytes(&bad, 1, UPIPE_ZERO_GRADS) == 0);
+    CHECK(upipe_zero_slice(&bad, 2).n == 0 && upipe_zero_part_of(&bad, UPIPE_ZERO_STATES, 1).n == 0);
     bad = z, bad.first = odd, bad.units = 2;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "unit 1 has -4 elements");
     bad = z, bad.stage = 2, bad.weights_away = 1;
@@ -490,6 +497,7 @@ static void test_announced(void)
     upipe_side_stream_inline(&side, NULL);
     z.side = &side;
     z.side_world = &side_world;
+    z.weights = a.mem.slab; /* a dry pool's, never touched */
     z.rank = 1;
     z.ranks = RANKS_MAX;
     CHECK_STATUS(upipe_zero_ahead(c, &z, 4), UPIPE_OK, c->err);

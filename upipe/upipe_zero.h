@@ -106,6 +106,15 @@ UPIPE_API upipe_status upipe_zero_check(upipe_ctx *c, const upipe_zero *z)
     return upipe_comm_agree(c, z->world, &f);
 }
 
+/* Weights or gradients are there, where this rank holds any. */
+UPIPE_API upipe_status upi_zero_there(upipe_ctx *c, const upipe_zero *z, upipe_zero_what what)
+{
+    const void *data = what == UPIPE_ZERO_WEIGHTS ? z->weights : z->grads;
+    if (data != NULL || upipe_zero_held(z, what) == 0) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: %s is NULL",
+                      what == UPIPE_ZERO_WEIGHTS ? "weights" : "grads");
+}
+
 /* The same of a unit, where the call writes to `out`. */
 UPIPE_API upipe_status upi_zero_unit(upipe_ctx *c, const upipe_zero *z, int unit, const void *out)
 {
@@ -139,6 +148,7 @@ UPIPE_API upipe_status upipe_zero_ahead(upipe_ctx *c, upipe_zero *z, int unit)
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
     UPIPE_TRY(upi_zero_unit(c, z, unit, z));
+    UPIPE_TRY(upi_zero_there(c, z, UPIPE_ZERO_WEIGHTS));
     if (z->side == NULL || z->stage < 3 || upi_zero_n(z, unit) == 0) return UPIPE_OK;
     if (z->ahead != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d is being gathered, and not unit %d yet",
@@ -161,6 +171,7 @@ UPIPE_API upipe_status upipe_zero_weights_begin(upipe_ctx *c, upipe_zero *z, int
     void *data = NULL;
     if (w != NULL) *w = NULL;
     UPIPE_TRY(upi_zero_unit(c, z, unit, w));
+    UPIPE_TRY(upi_zero_there(c, z, UPIPE_ZERO_WEIGHTS));
     if (z->stage < 3) {
         *w = upipe_offset(z->weights, (size_t)z->first[unit] * upipe_dtype_bytes(z->dtype));
         return UPIPE_OK;
@@ -201,6 +212,7 @@ UPIPE_API upipe_status upipe_zero_weights_gather(upipe_ctx *c, upipe_zero *z)
     upipe_status s = UPIPE_OK;
     int u;
     UPIPE_TRY(upi_zero_args(c, z));
+    UPIPE_TRY(upi_zero_there(c, z, UPIPE_ZERO_WEIGHTS));
     if (z->stage == 0 || z->stage == 3 || z->ranks == 1) return UPIPE_OK;
     for (u = 0; u < z->units && s == UPIPE_OK; ++u)
         s = upi_zero_gather(c, z->world, z, u,
@@ -215,16 +227,47 @@ UPIPE_API upipe_status upipe_zero_weights_gather(upipe_ctx *c, upipe_zero *z)
 UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, upipe_zero *z)
 {
     UPIPE_TRY(upi_zero_args(c, z));
-    z->summed = z->lent = z->round = 0;
+    UPIPE_TRY(upi_zero_there(c, z, UPIPE_ZERO_GRADS));
+    z->summed = z->round = 0;
+    memset(z->begun, 0, sizeof z->begun);
     if (z->grads_away) return UPIPE_OK;
     return c->ops->zero(c, z->grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4);
+}
+
+/* The unit whose gradients are at g; of NULL, a free place. NULL: there is none. */
+UPIPE_API upipe_zero_begun *upi_zero_begun(upipe_zero *z, const float *g)
+{
+    int i = 0;
+    while (i < UPIPE_ZERO_BEGUN && z->begun[i].g != g) ++i;
+    return i < UPIPE_ZERO_BEGUN ? &z->begun[i] : NULL;
+}
+
+/* A unit has begun, in a block that another one may have had before a failure. */
+UPIPE_API void upi_zero_begins(upipe_zero *z, int unit, float *g)
+{
+    upipe_zero_begun *place = upi_zero_begun(z, g);
+    if (place == NULL) place = upi_zero_begun(z, NULL);
+    place->g = g;
+    place->unit = unit;
+}
+
+/* Gradients can be added, and a unit more can begin. */
+UPIPE_API upipe_status upi_zero_open(upipe_ctx *c, upipe_zero *z)
+{
+    UPIPE_TRY(upi_zero_there(c, z, UPIPE_ZERO_GRADS));
+    if (z->stage < 2 && z->summed)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "zero: the gradients are summed already, until upipe_zero_grads_clear");
+    if (z->stage < 2 || upi_zero_begun(z, NULL) != NULL) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: %d units have begun and not ended", UPIPE_ZERO_BEGUN);
 }
 
 /* upipe_zero_grads_begin -- where to add a unit's gradients, until upipe_zero_grads_end
  *   g       [n] f32: zeros in stages 2 and 3, else what has been added since upipe_zero_grads_clear; NULL for a unit
  *           without elements
  *   bytes   stages 2 and 3: allocates upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS)
- *   errors  ARG (no such unit), MEMORY, the table's. For all but ARG the world, ctx->team and ctx->ring are aborted
+ *   errors  ARG (no such unit; stages 0 and 1, after upipe_zero_grads_sum; UPIPE_ZERO_BEGUN units have begun and not
+ *           ended), MEMORY, the table's. For all but ARG the world, ctx->team and ctx->ring are aborted
  */
 UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int unit, float **g)
 {
@@ -235,8 +278,8 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
     if (g != NULL) *g = NULL;
     UPIPE_TRY(upi_zero_unit(c, z, unit, g));
     if (upi_zero_n(z, unit) == 0) return UPIPE_OK;
+    UPIPE_TRY(upi_zero_open(c, z));
     if (z->stage < 2) {
-        if (z->grads == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: grads is NULL");
         *g = z->grads + z->first[unit];
         return UPIPE_OK;
     }
@@ -245,6 +288,7 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
     if (s == UPIPE_OK) s = c->ops->zero(c, data, bytes);
     if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);
     *g = (float *)data;
+    upi_zero_begins(z, unit, *g);
     return UPIPE_OK;
 }
 
@@ -259,11 +303,12 @@ UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int u
 {
     if (g != NULL) *g = NULL;
     UPIPE_TRY(upi_zero_unit(c, z, unit, g));
-    if (z->stage < 2 || z->grads_away || z->summed || z->lent || upi_zero_n(z, unit) == 0 ||
-        upipe_zero_slice(z, unit).at < upi_zero_n(z, unit))
+    if (z->stage < 2 || z->grads_away || z->summed || upi_zero_n(z, unit) == 0 ||
+        upipe_zero_slice(z, unit).at < upi_zero_n(z, unit) || upi_zero_begun(z, z->grads) != NULL)
         return upipe_zero_grads_begin(c, z, unit, g);
-    z->lent = unit + 1;
+    UPIPE_TRY(upi_zero_open(c, z));
     *g = z->grads;
+    upi_zero_begins(z, unit, *g);
     return UPIPE_OK;
 }
 
@@ -290,7 +335,6 @@ UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit,
 UPIPE_API upipe_status upi_zero_grads_back(upipe_ctx *c, upipe_zero *z, int unit, float *g)
 {
     if (g != z->grads) return upipe_mem_free(c->mem, g, &c->err);
-    z->lent = 0;
     return c->ops->zero(c, g, (size_t)upi_zero_n(z, unit) * 4);
 }
 
@@ -298,19 +342,25 @@ UPIPE_API upipe_status upi_zero_grads_back(upipe_ctx *c, upipe_zero *z, int unit
  *   bytes   stages 2 and 3: sends 4 (2 with `sent` bf16) for each element of the other ranks' slices; allocates
  *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing. With grads_away `moved` grows by 4
  *           for each element of the slice, and in later rounds by 8
- *   g       what begin or first gave for this unit. Of another block of the pool it is not known whose it is
- *   errors  ARG (no such unit, g is NULL, upipe_zero_grads_first's unit has not ended or g is its), MEMORY; others as
+ *   g       what begin or first gave for this unit
+ *   errors  ARG (no such unit, g is not this unit's, upipe_zero_grads_first's unit has not ended), MEMORY; others as
  *           upipe_comm_wait. For all but ARG the world, ctx->team and ctx->ring are aborted
  */
 UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int unit, float *g)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
+    upipe_zero_begun *own, *lent;
     upipe_status s;
     UPIPE_TRY(upi_zero_unit(c, z, unit, z));
     if (z->stage < 2 || upi_zero_n(z, unit) == 0) return UPIPE_OK;
-    if (g == NULL || z->lent != (g == z->grads ? unit + 1 : 0))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d ends, %s", unit,
-                          z->lent ? "and another one has been lent the shard" : "and has not begun");
+    lent = z->grads != NULL ? upi_zero_begun(z, z->grads) : NULL;
+    if (lent != NULL && lent->unit != unit)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "zero: unit %d ends, and another one has been lent the shard", unit);
+    own = g != NULL ? upi_zero_begun(z, g) : NULL;
+    if (own == NULL || own->unit != unit)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: g is not what unit %d was given", unit);
+    own->g = NULL;
     z->summed = 1;
     s = upi_zero_sum(c, z, unit, g);
     if (z->grads_away) z->moved += upipe_zero_slice(z, unit).n * (z->round > 0 ? 8 : 4);
@@ -333,16 +383,19 @@ UPIPE_API upipe_status upi_zero_sum_all(upipe_ctx *c, const upipe_zero *z)
 }
 
 /* upipe_zero_grads_sum -- stages 0 and 1, when the gradients of all units are whole: this rank's slices become the sums
- *                         over ranks, and in stage 0 all slices do, on every rank. Else nothing
+ *                         over ranks, and in stage 0 all slices do, on every rank; once a step. Else nothing
  *   bytes   as upipe_zero_grads_end, for all units in turn; stage 0 sends this rank's slices to each of the others too
- *   errors  as upipe_zero_grads_end
+ *   errors  as upipe_zero_grads_end; ARG: they are summed already, and upipe_zero_grads_clear has not begun another step
  */
 UPIPE_API upipe_status upipe_zero_grads_sum(upipe_ctx *c, upipe_zero *z)
 {
     const int64_t mark = upipe_mem_mark(c->mem);
     upipe_status s;
     UPIPE_TRY(upi_zero_args(c, z));
-    if (z->stage >= 2 || z->ranks == 1) return UPIPE_OK;
+    if (z->stage >= 2) return UPIPE_OK;
+    UPIPE_TRY(upi_zero_open(c, z));
+    z->summed = 1;
+    if (z->ranks == 1) return UPIPE_OK;
     s = upi_zero_sum_all(c, z);
     return s == UPIPE_OK ? UPIPE_OK : upi_zero_unwind(c, z, s, mark);
 }

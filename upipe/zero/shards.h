@@ -5,7 +5,7 @@
 #include "../upipe_reduce.h"
 #include "../upipe_side_stream.h"
 
-enum { UPIPE_ZERO_STRIP = 4 << 20, UPIPE_ZERO_STAGES = 4 };
+enum { UPIPE_ZERO_STRIP = 4 << 20, UPIPE_ZERO_STAGES = 4, UPIPE_ZERO_BEGUN = 8 };
 
 /* What upipe_zero_held and upipe_zero_bytes count. */
 typedef enum upipe_zero_what {
@@ -14,6 +14,12 @@ typedef enum upipe_zero_what {
     UPIPE_ZERO_STATES, /* of the optimizer */
     UPIPE_ZERO_SUM     /* buffers of a reduce-scatter */
 } upipe_zero_what;
+
+/* Gradients of a unit that has begun. */
+typedef struct upipe_zero_begun {
+    float *g;
+    int unit;
+} upipe_zero_begun;
 
 /* upipe_zero -- one rank's; the host's, as are all arrays
  *   world         the ranks; rank, ranks as it has them. NULL: none, where ranks is 1 and stage 0
@@ -30,8 +36,10 @@ typedef enum upipe_zero_what {
  *   moved         bytes copied to and from host memory so far
  *   side          a side stream for upipe_zero_ahead; NULL: that does nothing
  *   side_world    a second communicator of the same ranks, for it
- *   summed, lent  since upipe_zero_grads_clear: something has been added to the shard of the gradients; its front is
- *                 lent to the gradients of unit lent - 1, which has begun
+ *   summed        since upipe_zero_grads_clear: something has been added to the shard of the gradients; in stages 0 and
+ *                 1, they have been summed
+ *   begun         stages 2 and 3: units whose gradients have begun and not ended, and the block of each; g NULL: none.
+ *                 The front of the shard may be one of the blocks
  *   ahead, ...    upipe_zero_ahead's: the block of the unit that is being gathered, NULL for none
  */
 typedef struct upipe_zero {
@@ -44,7 +52,8 @@ typedef struct upipe_zero {
     float *grads;
     int weights_away, grads_away, round;
     int64_t moved;
-    int summed, lent;
+    int summed;
+    upipe_zero_begun begun[UPIPE_ZERO_BEGUN];
     upipe_side_stream *side;
     upipe_comm *side_world;
     void *ahead;
@@ -61,10 +70,16 @@ typedef struct upipe_zero_part {
 
 /* ---- who has what ---- */
 
+/* The first element of a unit; without units, 0. */
+UPIPE_API int64_t upi_zero_first(const upipe_zero *z, int unit)
+{
+    return z->first != NULL ? z->first[unit] : 0;
+}
+
 /* Elements of a unit. */
 UPIPE_API int64_t upi_zero_n(const upipe_zero *z, int unit)
 {
-    return z->first[unit + 1] - z->first[unit];
+    return upi_zero_first(z, unit + 1) - upi_zero_first(z, unit);
 }
 
 /* upipe_zero_slice -- this rank's slice of a unit; at: in its shard */
@@ -76,7 +91,7 @@ UPIPE_API upipe_zero_part upipe_zero_slice(const upipe_zero *z, int unit)
     for (u = 0, p.at = 0; u < unit; ++u)
         p.at += upipe_reduce_slice(upi_zero_n(z, u), z->rank, z->ranks, &first);
     p.n = upipe_reduce_slice(upi_zero_n(z, unit), z->rank, z->ranks, &first);
-    p.first = z->first[unit] + first;
+    p.first = upi_zero_first(z, unit) + first;
     return p;
 }
 
@@ -91,7 +106,7 @@ UPIPE_API upipe_zero_part upipe_zero_part_of(const upipe_zero *z, upipe_zero_wha
 {
     upipe_zero_part p;
     if (upipe_zero_sharded(z, what)) return upipe_zero_slice(z, unit);
-    p.first = p.at = z->first[unit];
+    p.first = p.at = upi_zero_first(z, unit);
     p.n = upi_zero_n(z, unit);
     return p;
 }
