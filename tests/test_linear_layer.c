@@ -48,6 +48,7 @@ static void test_refusals(void)
     upipe_mem mem;
     upipe_ctx c = {.team = &self};
     upipe_linear_ops half = {.name = "half"}, small = rules;
+    const upipe_linear_ops sizes = {.name = "sizes", .chunk_max = rules.chunk_max, .bytes = rules.bytes};
     part p = {0}, q;
     upipe_plan_desc d = {.tokens = 6, .batch = 2, .model_dim = 4, .heads = 8, .head_dim = 32};
     upipe_plan batch, zigzag, longer;
@@ -112,6 +113,11 @@ static void test_refusals(void)
     q.l.plan = p.l.plan, q.x = p.x, q.dx = p.dx, q.dy = p.dy;
     CHECK_STATUS(BWD(q), UPIPE_OK, c.err);
     CHECK_REFUSED(BWD(q), UPIPE_ERR_ARG, c.err, "consumed");
+    small = rules, small.gates = NULL; /* a dry run says so too, where the table is not one of sizes alone */
+    q = p, q.l.rules = &small;
+    CHECK_INT(part_dry(&q, &a.ops, 0), UPIPE_ERR_UNSUPPORTED);
+    q.l.rules = &sizes;
+    CHECK_INT(part_dry(&q, &a.ops, 0), UPIPE_OK);
     upipe_mem_destroy(&mem, NULL);
 #undef REFUSED
 #undef FWD

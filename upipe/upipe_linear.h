@@ -30,6 +30,7 @@
 #define UPIPE_LINEAR_H
 
 #include "upipe_borders.h"
+#include "upipe_mem.h"
 #include "upipe_ops.h"
 
 enum { UPIPE_LINEAR_CHUNK = 64, UPIPE_LINEAR_CHUNK_MAX = 256, UPIPE_LINEAR_DIM_MAX = 256 };
@@ -108,6 +109,59 @@ UPIPE_API int64_t upipe_linear_chunk_end(const upipe_linear *a, int64_t i)
 UPIPE_API int upipe_linear_begins(const upipe_linear *a, int64_t i)
 {
     return upipe_border_before(&a->borders, a->pos + i) == a->pos + i;
+}
+
+/* ---- dry runs ---- */
+
+UPIPE_API upipe_status upi_linear_dry_fwd(upipe_ctx *c, const upipe_linear *a)
+{
+    (void)c, (void)a;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_linear_dry_bwd(upipe_ctx *c, const upipe_linear_grad *g)
+{
+    (void)c, (void)g;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_linear_dry_conv(upipe_ctx *c, const struct upipe_linear_conv *a)
+{
+    (void)c, (void)a;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_linear_dry_conv_bwd(upipe_ctx *c, const struct upipe_linear_conv_grad *g)
+{
+    (void)c, (void)g;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_linear_dry_gates(upipe_ctx *c, const struct upipe_linear_gates *a)
+{
+    (void)c, (void)a;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_linear_dry_gates_bwd(upipe_ctx *c, const struct upipe_linear_gates_grad *g)
+{
+    (void)c, (void)g;
+    return UPIPE_OK;
+}
+
+/* upipe_linear_rules -- the rules that a context runs: in a dry pool ones with the sizes and limits of the given ones,
+ *                       which compute nothing */
+UPIPE_API upipe_linear_ops upipe_linear_rules(const upipe_ctx *c, const upipe_linear_ops *rules)
+{
+    upipe_linear_ops own = *rules;
+    if (!c->mem->dry) return own;
+    own.fwd = upi_linear_dry_fwd;
+    own.bwd = upi_linear_dry_bwd;
+    own.conv = upi_linear_dry_conv;
+    own.conv_bwd = upi_linear_dry_conv_bwd;
+    own.gates = upi_linear_dry_gates;
+    own.gates_bwd = upi_linear_dry_gates_bwd;
+    return own;
 }
 
 /* ---- checks ---- */

@@ -61,7 +61,7 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     UPIPE_TRY(upi_lin_given(c, l, &f, &save->given));
     upipe_field_int(&f, "its direction (1: backward)", 0);
     s = upipe_comm_agree(c, comm, &f);
-    upi_lin_begin(&p, l, save, x);
+    upi_lin_begin(c, &p, l, save, x);
     if (s == UPIPE_OK) s = upi_lin_fwd(c, comm, &p, y, carry);
     if (s == UPIPE_OK) return s;
     memset(save, 0, sizeof *save);
@@ -88,7 +88,7 @@ UPIPE_API upipe_status upipe_linear_layer_out_fwd(upipe_ctx *c, upipe_comm *comm
     UPIPE_TRY(upi_lin_check_save(c, l, &f, save));
     of = *save;
     mark = upipe_mem_mark(c->mem);
-    upi_lin_begin(&p, l, &of, x);
+    upi_lin_begin(c, &p, l, &of, x);
     s = upi_lin_out_fwd(c, &p, y);
     return s == UPIPE_OK ? s : upipe_unwind(c, s, mark, comm);
 }
@@ -124,7 +124,7 @@ UPIPE_API upipe_status upipe_linear_layer_bwd(upipe_ctx *c, upipe_comm *comm, co
     mark = upipe_mem_mark(c->mem);
     upipe_field_int(&f, "its direction (1: backward)", 1);
     s = upipe_comm_agree(c, comm, &f);
-    upi_lin_begin(&p, l, save, x);
+    upi_lin_begin(c, &p, l, save, x);
     p.grads = grads;
     if (s == UPIPE_OK) s = upi_lin_bwd(c, comm, &p, dx, dy, carry);
     if (s == UPIPE_OK) s = upipe_linear_saved_free(c, save);

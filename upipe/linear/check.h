@@ -112,8 +112,9 @@ UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const
     UPIPE_TRY(upipe_ctx_check(c));
     if (l == NULL || l->plan == NULL || l->rules == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: it, its plan or its rules are NULL");
-    if (!c->mem->dry && (l->rules->conv == NULL || l->rules->conv_bwd == NULL || l->rules->gates == NULL ||
-                         l->rules->gates_bwd == NULL))
+    /* a table of sizes alone does not say what the whole one lacks */
+    if ((!c->mem->dry || l->rules->fwd != NULL) && (l->rules->conv == NULL || l->rules->conv_bwd == NULL ||
+                                                    l->rules->gates == NULL || l->rules->gates_bwd == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "linear layer: the rules %s have no convolution and no gates, which a layer needs",
                           l->rules->name);

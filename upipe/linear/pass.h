@@ -11,17 +11,19 @@
  *   dx      backward: the sum of the gradient of x, f32 [n][1][D] */
 typedef struct upi_lin_pass {
     const upipe_linear_layer *l;
+    upipe_linear_ops rules;
     const upipe_linear_layer_grads *grads;
     upipe_linear_saved *save;
     upipe_view x, dx;
     float *length;
 } upi_lin_pass;
 
-UPIPE_API void upi_lin_begin(upi_lin_pass *p, const upipe_linear_layer *l, upipe_linear_saved *save,
-                             upipe_view x)
+UPIPE_API void upi_lin_begin(const upipe_ctx *c, upi_lin_pass *p, const upipe_linear_layer *l,
+                             upipe_linear_saved *save, upipe_view x)
 {
     memset(p, 0, sizeof *p);
     p->l = l;
+    p->rules = upipe_linear_rules(c, l->rules);
     p->save = save;
     p->x = x;
 }
@@ -131,9 +133,9 @@ UPIPE_API upipe_status upi_lin_mix(upipe_ctx *c, const upi_lin_pass *p, const up
                                    const float *in, float *out)
 {
     int i;
-    for (i = 0; i < 3 && !c->mem->dry; ++i) {
+    for (i = 0; i < 3; ++i) {
         const upipe_linear_conv a = upi_lin_conv(p->l, s, in, out, i);
-        UPIPE_TRY(p->l->rules->conv(c, &a));
+        UPIPE_TRY(p->rules.conv(c, &a));
     }
     return UPIPE_OK;
 }
@@ -152,7 +154,7 @@ UPIPE_API upipe_status upi_lin_ready(upipe_ctx *c, const upi_lin_pass *p, const 
         const upipe_view v = upi_lin_part(p->l, s, s->at[UPI_LIN_MIXED], i);
         UPIPE_TRY(c->ops->rmsnorm(c, v, v, p->length, upi_lin_length_eps(p->l)));
     }
-    return c->mem->dry ? UPIPE_OK : p->l->rules->gates(c, &g);
+    return p->rules.gates(c, &g);
 }
 
 /* A step of the scan: heads are key heads. */
@@ -169,7 +171,7 @@ UPIPE_API upipe_status upi_lin_step_fwd(upipe_ctx *c, void *user, int first, int
     rule = upi_lin_rule(p->l, &s, p->save->o);
     rule.a.state = in;
     rule.a.out = out;
-    if (!c->mem->dry) UPIPE_TRY(upipe_linear_fwd(c, p->l->rules, &rule.a));
+    UPIPE_TRY(upipe_linear_fwd(c, &p->rules, &rule.a));
     return upi_lin_stage_end(c, &s);
 }
 
@@ -232,13 +234,13 @@ UPIPE_API upipe_status upi_lin_mix_bwd(upipe_ctx *c, const upi_lin_pass *p, cons
         UPIPE_TRY(c->ops->rmsnorm_bwd(c, d, d, upi_lin_part(l, s, s->at[UPI_LIN_MIXED], i), p->length,
                                       upi_lin_length_eps(l), NULL, 0));
     }
-    for (i = 0; i < 3 && !c->mem->dry; ++i) {
+    for (i = 0; i < 3; ++i) {
         upipe_linear_conv_grad g;
         g.a = upi_lin_conv(l, s, state, NULL, i);
         g.dy = upi_lin_flat(upi_lin_part(l, s, s->at[UPI_LIN_GRAD], i));
         g.dstate = upi_lin_rows(l, s, dstate, i);
         g.dweight = (float *)upipe_offset(p->grads->conv, (size_t)(upi_lin_row(l, s, i) * l->taps) * 4);
-        UPIPE_TRY(l->rules->conv_bwd(c, &g));
+        UPIPE_TRY(p->rules.conv_bwd(c, &g));
     }
     return UPIPE_OK;
 }
@@ -252,7 +254,7 @@ UPIPE_API upipe_status upi_lin_gates_bwd(upipe_ctx *c, const upi_lin_pass *p, co
     g.dbeta = upi_lin_pair(p->l, s, s->at[UPI_LIN_DGATES], UPIPE_F32, 1);
     g.da_log = (float *)upipe_offset(p->grads->a_log, (size_t)s->head * 4);
     g.ddt_bias = (float *)upipe_offset(p->grads->dt_bias, (size_t)s->head * 4);
-    return c->mem->dry ? UPIPE_OK : p->l->rules->gates_bwd(c, &g);
+    return p->rules.gates_bwd(c, &g);
 }
 
 UPIPE_API upipe_status upi_lin_step_bwd(upipe_ctx *c, void *user, int first, int keys, const float *state,
@@ -268,7 +270,7 @@ UPIPE_API upipe_status upi_lin_step_bwd(upipe_ctx *c, void *user, int first, int
     rule = upi_lin_rule(p->l, &s, p->save->o);
     rule.a.state = state;
     rule.dstate = dstate;
-    if (!c->mem->dry) UPIPE_TRY(upipe_linear_bwd(c, p->l->rules, &rule));
+    UPIPE_TRY(upipe_linear_bwd(c, &p->rules, &rule));
     UPIPE_TRY(upi_lin_mix_bwd(c, p, &s, state, dstate));
     UPIPE_TRY(upi_lin_gates_bwd(c, p, &s));
     UPIPE_TRY(upi_lin_project_bwd(c, p, &s));

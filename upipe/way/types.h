@@ -187,13 +187,15 @@ UPIPE_API size_t upi_way_stages_work(upipe_ctx *c, const upipe_linear_attn *a, u
 
 UPIPE_API upipe_status upi_way_fwd_rule(upipe_ctx *c, const upipe_linear_attn *a, const upipe_linear *call)
 {
-    return c->mem->dry ? UPIPE_OK : upipe_linear_fwd(c, a->rules, call);
+    const upipe_linear_ops rules = upipe_linear_rules(c, a->rules);
+    return upipe_linear_fwd(c, &rules, call);
 }
 
 UPIPE_API upipe_status upi_way_bwd_rule(upipe_ctx *c, const upipe_linear_attn *a,
                                         const upipe_linear_grad *call)
 {
-    return c->mem->dry ? UPIPE_OK : upipe_linear_bwd(c, a->rules, call);
+    const upipe_linear_ops rules = upipe_linear_rules(c, a->rules);
+    return upipe_linear_bwd(c, &rules, call);
 }
 
 #endif
