@@ -38,6 +38,7 @@ CONFIG = {name.replace('-', '_') for name in FLAGS} - {'help', 'version'}
 RUN = {'tokens': 64, 'ranks': 2, 'steps': 4, 'sample': 0}
 NAN = struct.pack('<f', math.nan)
 LONG = 50 if os.environ.get('UPIPE_FULL') == '1' else 4  # steps of a long training
+POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n'  # Git's, of a large file
 EVEN = {'lr': 1e-3, 'min_lr': 1e-3, 'warmup': 0}  # a rate that does not depend on the number of steps
 
 
@@ -663,7 +664,7 @@ def test_lora(folder):
     failed(folder, given(resume='six', tokens=48, steps=9, lora='3'), 1, ['--lora 2, not --lora 3'])
     failed(folder, given(load='six', steps=9), 1, ['lora_A.weight is no tensor of this model'])
     failed(folder, given(lora='2', train='*norm*'), 2, ['--lora', '--train would have no effect'])
-    for words in ['0', '1025', 'x', '2:0', '2:x', '2:8:', '2:8:q,w', '2:8:q,', '2:8:' + 'q,' * 40 + 'q']:
+    for words in ['0', '1025', 'x', '2:0', '2:x', '2:8:', '2:8:q,w', '2:8:q,', '2:8:q,q', '2:8:q:v', '2:8:' + 'q,' * 40 + 'q']:
         failed(folder, given(lora=words), 2, ['--lora is RANK:ALPHA:TARGETS'])
 
 
@@ -933,14 +934,16 @@ def test_loading(folder):
 
     good(folder, 'a model', save='m')
     base = {'load': 'm', 'ids': 'ids4.npy', 'out': 'bad.npy'}
-    for name, data in [('text.npy', text), ('empty.npy', b''), ('float.npy', npy([1.0] * 64, '<f4')),
-                       ('two.npy', npy(text[:64], shape='(8, 8)')),
-                       ('huge.npy', npy(text[:64], shape='(9223372036854775807,)')),
-                       ('minus.npy', npy(text[:64], shape='(-1,)'))]:
+    for name, data, said in [('text.npy', text, 'is no .npy, has no header'), ('empty.npy', b'', 'is no .npy'),
+                             ('float.npy', npy([1.0] * 64, '<f4'), "its numbers are '<f4'"),
+                             ('two.npy', npy(text[:64], shape='(8, 8)'), r'its shape is \(8, 8\)'),
+                             ('huge.npy', npy(text[:64], shape='(9223372036854775807,)'), 'says 9223372036854775807 tokens'),
+                             ('minus.npy', npy(text[:64], shape='(-1,)'), r'its shape is \(-1,\)'),
+                             ('none.npy', npy([]), 'has no tokens')]:
         write(name, data)
-        failed(folder, words_of({**base, 'ids': name}), 1, [name, 'no .npy file'], f'ids: {name}', program=LOGITS)
+        failed(folder, words_of({**base, 'ids': name}), 1, ['--ids ' + name, said], f'ids: {name}', program=LOGITS)
     write('short.npy', npy(text[:64], shape='(65,)'))
-    failed(folder, words_of({**base, 'ids': 'short.npy'}), 1, ['short.npy', '64', '65'], program=LOGITS)
+    failed(folder, words_of({**base, 'ids': 'short.npy'}), 1, ['short.npy', '65 tokens', '256 bytes'], program=LOGITS)
     for name, bad in [('above.npy', 256), ('below.npy', -1), ('far.npy', 2**40)]:
         write(name, npy([1, bad], '<i8'))
         failed(folder, words_of({**base, 'ids': name}), 1, [name, 'token 1 is', str(bad), '256'], program=LOGITS)
@@ -1588,6 +1591,7 @@ def test_broken(folder):
         data, start = read(f'{whole}/{name}'), safetensors(f'{whole}/{name}')[3]
         changed = {f'cut to {cut} bytes': data[:cut] for cut in (0, 4, 8, 9, start - 1, start, start + 1, len(data) // 2, len(data) - 1)}
         changed |= {f'a header of {n}': struct.pack('<Q', n) + data[8:] for n in (2**64 - 1, 2**63, 10**8 + 1, len(data), 0)}
+        case(f'{name}: a pointer', name, lambda at: POINTER, [name, 'it is a Git LFS pointer'])
         changed |= {'longer': data + b'x', 'no JSON': data[:8] + b'!' + data[9:], 'a list': struct.pack('<Q', 8) + b'[]      '}
         for what, broken in changed.items():
             case(f'{name}: {what}', name, lambda at, broken=broken: broken, [name])
