@@ -1663,6 +1663,21 @@ def test_not_finite(folder):
                    [name, *words] if len(words) == 1 else words, f'{what} in the weights')
         equal(os.path.exists('out'), False, f'{what}: a checkpoint')
         shutil.rmtree('bad')
+    # Finite weights whose losses, or their sum, are not: no number is reported, and no character drawn.
+    write('held', read(BOOK)[:200])
+    for what, value in ('overflows', 3e38), ('leaves 63 bits', 1e20):
+        patched(whole, 'bad', 'model.norm.weight', struct.pack('<f', value))
+        still = {'load': 'bad', 'steps': 0, 'deadline': 60}
+        for more in {'ranks': 1}, {'ranks': 4}, {'ranks': 4, 'replicas': 2}:
+            done = failed(folder, given(**{**still, 'eval': 'held', 'sample': 3, 'json': 'x.json', 'log': 'x.log', **more}), 1,
+                          [r'step 0: the loss of --eval is no number: [1-9]\d* of its 199 targets'], f'{what}, evaluated', kept=False)
+            equal([e['loss'] for e in numbers_of(folder, 'x.json')['eval']], [None], f'{what}: an evaluation in JSON')
+            equal([line['eval_loss'] for line in lines_of('x.log')], [None], f'{what}: an evaluation in the log')
+            check('sample' not in done.stdout, f'{what}: a sample of {done.stdout}')
+            if value > 1e30:
+                done = failed(folder, given(**{**still, 'sample': 3, **more}), 1, ['the sample: a logit is not finite'], f'{what}, sampled')
+                check('sample' not in done.stdout, f'{what}: a sample of {done.stdout}')
+        shutil.rmtree('bad')
     patched(whole, 'bad/checkpoint-4', 'model.norm.weight', NAN)
     failed(folder, given(resume='bad', save='bad', steps=5), 1, ['norm.weight has a value that is not finite'], 'NaN resumed')
     shutil.rmtree('bad')
