@@ -381,8 +381,7 @@ static int logits_reserve(const logits *g, files *all)
     }
     files_begin(all);
     bad = files_reserve(all, g->o.out);
-    files_abandon(all);
-    return bad;
+    return files_abandon(all) != 0 ? -1 : bad;
 }
 
 /* All processes read the same tokens, for the same model. */
