@@ -6,7 +6,7 @@
  *     UPIPE_FAULT=file:9:EIO   what changes files: write, pwrite, fsync, rename, close, open and fopen for writing, mkdir,
  *                              unlink, rmdir, remove, ftruncate, posix_fallocate, flock; EIO, ENOSPC, EINTR, or SHORT,
  *                              which writes half of the bytes, and where it is no write does nothing
- *     UPIPE_FAULT=flush:1:EIO  fflush; the same errors, SHORT does nothing
+ *     UPIPE_FAULT=flush:1      fflush: EIO
  *     UPIPE_FAULT=read:4:EIO   what reads files and asks about them: read, pread, open and fopen for reading, stat, fstat,
  *                              lstat, access, opendir, readdir, sysconf; the same errors, SHORT of read and pread
  *     UPIPE_FAULT=net:6:EINTR  what connects processes: socket, bind, listen, connect, accept, getsockname, getpeername,
