@@ -757,7 +757,7 @@ def test_adapter(folder):
                           ({'bias': 'all'}, 'bias is all, which is not built'), ({'peft_type': 'IA3'}, 'peft_type is IA3, which is not built'),
                           ({'task_type': 'SEQ_CLS'}, 'task_type is SEQ_CLS'), ({'init_lora_weights': 'pissa'}, 'init_lora_weights is pissa'),
                           ({'r': 0}, 'r is not a whole number'), ({'r': 4.0}, 'r is not a whole number'), ({'lora_alpha': 0}, 'lora_alpha is not'),
-                          ({'lora_alpha': None}, 'lora_alpha is not'), ({'lora_alpha': 8e5, 'use_rslora': True}, 'lora_alpha is not'),
+                          ({'lora_alpha': None}, 'lora_alpha is not'), ({'lora_alpha': 8e5, 'use_rslora': True}, r'lora_alpha times sqrt\(r\) is not'),
                           ({'target_modules': []}, 'target_modules is no list'), ({'target_modules': True}, 'target_modules is no list'),
                           *(({'target_modules': [name]}, f'has {name}, which is no projection') for name in
                             ('model.layers.2.self_attn.q_proj', 'layers.01.self_attn.q_proj', 'mlp.q_proj', 'model.0.self_attn.q_proj')),

@@ -194,7 +194,7 @@ typedef struct data_scan_call {
     uint64_t hash;
     int file;       /* the one that is read */
     int64_t at, id; /* where an id is wrong, in its file, and which */
-    int64_t half;   /* ids 0, 2, 4 ... of a file of u16 behind which there is a 0 each, from the first on */
+    int64_t half;   /* of a raw file of u16 the ids 0, 2, 4 ... from the first on that have a 0 behind them */
     int wrong, memory; /* an id is; it was out */
 } data_scan_call;
 
@@ -226,7 +226,8 @@ static inline void data_scan_body(void *user)
     const token_file *f = &c->d->ids.file[c->file];
     const int64_t each = token_bytes[f->type];
     int64_t i, n;
-    for (c->half = 0; 2 * c->half + 1 < f->n && token_file_at(f, 2 * c->half + 1) == 0;) ++c->half;
+    if (c->q->type == TOKEN_U16)
+        for (c->half = 0; 2 * c->half + 1 < f->n && token_file_at(f, 2 * c->half + 1) == 0;) ++c->half;
     c->hash = data_hash_long(c->hash, f->map.data, f->at);
     for (i = 0; i < f->n && !c->wrong && !c->memory; i += n) {
         n = f->n - i < DATA_BLOCK ? f->n - i : DATA_BLOCK;
@@ -271,7 +272,7 @@ static inline int data_scan(corpus *d, const data_request *q)
         if (c.wrong)
             return cli_fail("%s: token %lld is %lld, the vocabulary has %lld", path, (long long)c.at,
                             (long long)c.id, (long long)d->vocab);
-        if (q->type == TOKEN_U16 && f->n >= DATA_HALVES && c.half == f->n / 2)
+        if (f->n >= DATA_HALVES && c.half == f->n / 2)
             cli_note("%s: every second token is 0, as if the file were u32", path);
     }
     if (c.memory || (q->end_token >= 0 && documents_add(&d->documents, d->ids.n) != 0))

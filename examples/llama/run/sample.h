@@ -50,8 +50,8 @@ static inline upipe_status sample_model(model *m, const model *trained, upipe_er
     return s;
 }
 
-/* One of n tokens by the softmax of their logits, which become its terms; tokens beyond them are never sampled. -1: a logit
- * is not finite. */
+/* One of n tokens by the softmax of their logits, which become its terms; tokens beyond them are never sampled. -1: a
+ * logit is not finite. */
 static inline int64_t sample_choose(const float *logits, double *terms, int64_t n, double temperature,
                                     double uniform)
 {
@@ -76,8 +76,9 @@ typedef struct sample_buf {
     int64_t *gathered;         /* [ranks][2] */
 } sample_buf;
 
-/* The token after the last of `used` tokens of history, into *token, -1: there is none; *stop: some rank wants to end. Every
- * rank computes the logits of a row, that of the last token or one that is not needed: so all hold the same. */
+/* The token after the last of `used` tokens of history, into *token, or -1 where a logit is not finite; *stop: some rank
+ * wants to end. Every rank computes the logits of a row, that of the last token or one that is not needed: so all hold
+ * the same. */
 static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_buf *buf, int64_t used,
                                        const sample_request *request, double uniform, int32_t *token,
                                        int *stop)

@@ -6,10 +6,10 @@
  *     llama_load_adapter(c, &a, &state);                             A and B, into a layout that has them
  *     llama_adapter_close(&a);
  *
- * Tensors have the layout's names behind LLAMA_ADAPTER_PREFIX. Where target_modules is a pattern, they say which projections
- * of a layer it means; all layers have the same. A key of the config is used, changes nothing that is
- * computed here, or must say that it is off (null, false, 0, empty): else it is refused by its name. Functions return 0, or
- * fill *err with a sentence and return -1. An open adapter is constant: threads may share it.
+ * Tensors have the layout's names behind LLAMA_ADAPTER_PREFIX. Where target_modules is a pattern, they say which
+ * projections of a layer it means; all layers have the same. A key of the config is used, changes nothing that is
+ * computed here, or must say that it is off (null, false, 0, empty): else it is refused by its name. Functions return
+ * 0, or fill *err with a sentence and return -1. An open adapter is constant: threads may share it.
  */
 #ifndef LLAMA_ADAPTER_H
 #define LLAMA_ADAPTER_H
@@ -136,16 +136,17 @@ static inline int llama_adapter_numbers(llama_lora *l, const json_t *root, int64
                                         upipe_err *err)
 {
     const json_t *rank = json_object_get(root, "r"), *alpha = json_object_get(root, "lora_alpha");
+    const int by_root = json_is_true(json_object_get(root, "use_rslora"));
     memset(l, 0, sizeof *l);
     if (!json_is_integer(rank) || json_integer_value(rank) < 1 ||
         json_integer_value(rank) > LLAMA_LORA_RANK_MAX)
         return llama_config_fail(err, path, "r is not a whole number from 1 to %d", LLAMA_LORA_RANK_MAX);
     l->rank = (int)json_integer_value(rank);
     l->alpha = json_number_value(alpha);
-    if (json_is_true(json_object_get(root, "use_rslora"))) l->alpha *= sqrt(l->rank);
+    if (by_root) l->alpha *= sqrt(l->rank);
     if (!(l->alpha > 0 && l->alpha <= LLAMA_LORA_ALPHA_MAX))
-        return llama_config_fail(err, path, "lora_alpha is not a number above 0, of at most %g",
-                                 LLAMA_LORA_ALPHA_MAX);
+        return llama_config_fail(err, path, "lora_alpha%s is not a number above 0, of at most %g",
+                                 by_root ? " times sqrt(r)" : "", LLAMA_LORA_ALPHA_MAX);
     return llama_adapter_targets(l, root, layers, path, err) || llama_adapter_known(root, path, err) ? -1 : 0;
 }
 
