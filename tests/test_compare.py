@@ -576,7 +576,7 @@ def test_refusals(folder):
         ('--method upipe-ring --ring-mode round', 'p2p or all-gather', 'round'),
         ('--method usp --ring 3', '--ranks 4', 'rings of 3'), ('--cu-seqlens 100,28', '128 tokens', '1 x 2048'),
         ('--cu-seqlens 2000,49', '--cu-seqlens', '0 to 48', "'49'"), ('--cu-seqlens 2048,', '--cu-seqlens', "''"),
-        ('--cu-seqlens 1000,,1048', '--cu-seqlens', "''"), ('--frobnicate', '--frobnicate'), ('--full=yes', '--full=yes'),
+        ('--cu-seqlens 2048,' + 31 * '0' + '9', '--cu-seqlens', 'of 32 characters'), ('--cu-seqlens 1000,,1048', '--cu-seqlens', "''"), ('--frobnicate', '--frobnicate'), ('--full=yes', '--full=yes'),
         ('--he 4', '--he'), ('--ranks', '--ranks wants'), ('-r 4', '-r'), ('4', "'4'"),
         ('--trace here --dump here', 'same folder', 'here'), ('--json here --dump here', 'here'),
         ('--rope-type yarn', '--rope-type', 'without --rope'),

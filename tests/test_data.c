@@ -62,13 +62,12 @@ static void write_raw(const char *name, int64_t from, int64_t to, int width)
     write_bytes(name, &b);
 }
 
-static void write_npy(const char *name, const char *descr, int64_t reported, int64_t n, int width)
+static void write_npy_of(const char *name, const char *descr, const char *shape, int64_t n, int width)
 {
     static bytes b;
     char text[118];
     memset(text, ' ', sizeof text);
-    snprintf(text, sizeof text, "{'descr': '%s', 'fortran_order': False, 'shape': (%lld,), }", descr,
-             (long long)reported);
+    snprintf(text, sizeof text, "{'descr': '%s', 'fortran_order': False, 'shape': (%s), }", descr, shape);
     text[strlen(text)] = ' ';
     text[sizeof text - 1] = '\n';
     b.n = 0;
@@ -76,6 +75,21 @@ static void write_npy(const char *name, const char *descr, int64_t reported, int
     put(&b, sizeof text, 2);
     puts_of(&b, text, sizeof text);
     put_ids(&b, 0, n, width);
+    write_bytes(name, &b);
+}
+
+static void write_npy(const char *name, const char *descr, int64_t reported, int64_t n, int width)
+{
+    char shape[32];
+    snprintf(shape, sizeof shape, "%lld,", (long long)reported);
+    write_npy_of(name, descr, shape, n, width);
+}
+
+static void write_text(const char *name, const char *text, size_t n)
+{
+    static bytes b;
+    b.n = 0;
+    puts_of(&b, text, n);
     write_bytes(name, &b);
 }
 
@@ -182,7 +196,7 @@ static void test_formats(void)
     static const struct {
         const char *descr;
         int width;
-    } npy[] = {{"|u1", 1}, {"|b1", 1}, {"<u2", 2}, {"<u4", 4}, {"<i4", 4}};
+    } npy[] = {{"|u1", 1}, {"|b1", 1}, {"<u2", 2}, {"<u4", 4}, {"<i4", 4}, {"<i8", 8}};
     size_t i;
     for (i = 0; i < sizeof npy / sizeof *npy; ++i) {
         write_npy("a.npy", npy[i].descr, TOKENS, TOKENS, npy[i].width);
@@ -199,9 +213,13 @@ static void test_formats(void)
     same_ids("raw", TOKEN_I32, 0);
     write_raw("raw", 0, TOKENS, 1);
     same_ids("raw", TOKEN_U8, 0);
+    write_raw("raw", 0, TOKENS, 8);
+    same_ids("raw", TOKEN_I64, 0);
     write_megatron("m", 8, 2, 0, lengths, 4, starts, 4, 0);
     same_ids("m.bin", TOKEN_AUTO, 2); /* the one of 0 tokens is none */
     write_megatron("m", 4, 4, 0, lengths, 4, starts, 4, 0);
+    same_ids("m.bin", TOKEN_AUTO, 2);
+    write_megatron("m", 5, 8, 0, lengths, 4, starts, 4, 0);
     same_ids("m.bin", TOKEN_AUTO, 2);
     write_megatron("m", 1, 1, 0, lengths, 4, starts, 4, 0);
     same_ids("m.bin", TOKEN_AUTO, 2);
@@ -214,15 +232,112 @@ static void test_formats(void)
     same_ids("@list", TOKEN_U16, 0);
 }
 
+/* A mask is in any format, whatever the type of raw ids, or raw u8 itself. */
+static void test_masks(void)
+{
+    static const int lengths[] = {TOKENS}, starts[] = {0, 1};
+    static const char *const names[] = {"mask", "mask.npy", "b.npy", "i.npy", "c.bin", "m.bin", "@list"};
+    data_request q = request_of("raw", TOKEN_U16);
+    size_t k;
+    write_raw("raw", 0, TOKENS, 2);
+    write_raw("mask", 0, TOKENS, 1);
+    write_npy("mask.npy", "|u1", TOKENS, TOKENS, 1);
+    write_npy("b.npy", "|b1", TOKENS, TOKENS, 1);
+    write_npy("i.npy", "<i8", TOKENS, TOKENS, 8);
+    write_llmc("c.bin", 20240520, 1, TOKENS, TOKENS, 2);
+    write_megatron("m", 1, 1, 0, lengths, 1, starts, 2, 0);
+    write_text("list", "mask.npy", 8);
+    for (k = 0; k < 2 * sizeof names / sizeof *names; ++k) {
+        const char *const name = names[k / 2];
+        char list[300];
+        corpus d;
+        int64_t i;
+        int file = 0;
+        snprintf(list, sizeof list, "@%s", in("list"));
+        q.mask = name[0] == '@' ? list : in(name);
+        q.held = k % 2;
+        if (!opens(&d, &q, NULL)) continue;
+        CHECK_INT(d.mask.n, TOKENS);
+        for (i = 0; i < d.mask.n; ++i) CHECK_INT(tokens_at(&d.mask, &file, i), id_of(i));
+        data_close(&d);
+    }
+    write_npy("mask.npy", "<f4", TOKENS, TOKENS, 4);
+    q.mask = in("mask.npy");
+    for (q.held = 0; q.held < 2; ++q.held) {
+        refused(&q, q.held ? "--eval-mask data." : "--loss-mask data.");
+        refused(&q, "mask.npy: its numbers are '<f4'");
+    }
+}
+
+/* What a .npy file is that is not read: each condition says so. */
+static void test_npy(void)
+{
+    static const struct {
+        const char *descr, *shape, *says;
+    } cases[] = {
+        {"<f4", "100,", "a.npy: its numbers are '<f4'; read are u1, b1, u2, u4, i4 and i8, little-endian"},
+        {">u2", "100,", "its numbers are '>u2'"},
+        {"<i2", "100,", "its numbers are '<i2'"},
+        {"<u8", "100,", "its numbers are '<u8'"},
+        {"<u4", "10, 10", "a.npy: its shape is (10, 10); one dimension is read"},
+        {"<u4", "1, 100", "its shape is (1, 100)"},
+        {"<u4", "", "its shape is ()"},
+        {"<u4", "-1,", "its shape is (-1,)"},
+        {"<u4", "99999999999999999999,", "its shape is (99999999999999999999,)"},
+        {"<u4", "99,", "says 99 tokens of 4 bytes, but 400 bytes follow"}};
+    const data_request q = request_of("a.npy", TOKEN_AUTO);
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        write_npy_of("a.npy", cases[i].descr, cases[i].shape, TOKENS, 4);
+        refused(&q, cases[i].says);
+        refused(&q, "--tokens-file data.");
+    }
+    write_text("a.npy", "\x93NUMPY\x02\x00\x76\0\0\0", 12);
+    refused(&q, "is a .npy file of version 2; version 1 is read");
+    write_text("a.npy", "\x93NUMPY\x01\x00\x76\0{", 11);
+    refused(&q, "is no whole .npy file: its header is cut");
+    write_text("a.npy", "\x93NUMPY\x01\x00\x03\0{} ", 13);
+    refused(&q, "its numbers are ''");
+}
+
+/* The text that Git has in the place of a large file is told from the file at every door; a text about it is one. */
+static void test_pointers(void)
+{
+    static const char pointer[] =
+        "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n";
+    static const int lengths[] = {TOKENS}, starts[] = {0, 1};
+    static const char says[] =
+        "cannot be read: it is a Git LFS pointer, not the file, which `git lfs pull` fetches";
+    data_request q = request_of("raw", TOKEN_U8);
+    char text[256];
+    write_text("raw", pointer, sizeof pointer - 1);
+    refused(&q, says);
+    q.files = NULL;
+    q.text = in("raw");
+    refused(&q, says);
+    q = request_of("@raw", TOKEN_U8);
+    refused(&q, says);
+    write_text("raw", pointer + 1, sizeof pointer - 2);
+    q = request_of("raw", TOKEN_U8);
+    refused(&q, NULL);
+    write_text("mask", pointer, sizeof pointer - 1);
+    snprintf(text, sizeof text, "%s", in("mask"));
+    q.mask = text;
+    refused(&q, says);
+    write_megatron("m", 1, 1, 0, lengths, 1, starts, 2, 0);
+    write_text("m.idx", pointer, sizeof pointer - 1);
+    q = request_of("m.bin", TOKEN_AUTO);
+    refused(&q, says);
+    unlink(in("m.idx"));
+}
+
 static void test_wrong(void)
 {
     static const int lengths[] = {40, 0, 30, 30}, starts[] = {0, 1, 2, 4}, backwards[] = {0, 2, 1, 4};
     static bytes b;
     data_request q = request_of("none.npy", TOKEN_AUTO);
     refused(&q, "none.npy cannot be read: No such file");
-    write_npy("a.npy", "<i8", TOKENS, TOKENS, 8);
     q = request_of("a.npy", TOKEN_AUTO);
-    refused(&q, "is no .npy file of u1, u2, u4 or i4 in one dimension");
     write_npy("a.npy", "<u2", TOKENS + 1, TOKENS, 2);
     refused(&q, "says 101 tokens of 2 bytes, but 200 bytes follow");
     write_npy("a.npy", "<u2", TOKENS, TOKENS, 2);
@@ -256,17 +371,33 @@ static void test_wrong(void)
     refused(&q, "raw: token 50 is -1, the vocabulary has 1000");
     q = request_of("raw", TOKEN_U32);
     refused(&q, "raw: token 50 is 4294967295, the vocabulary has 1000");
+    b.n = 0;
+    put_ids(&b, 0, 50, 8);
+    put(&b, INT64_C(1) << 32, 8);
+    put(&b, INT64_MIN, 8);
+    put_ids(&b, 52, 60, 8);
+    write_bytes("raw", &b);
+    q = request_of("raw", TOKEN_I64);
+    refused(&q, "raw: token 50 is 4294967296, the vocabulary has 1000");
+    memset(b.at + 50 * 8, 0, 8);
+    write_bytes("raw", &b);
+    refused(&q, "raw: token 51 is -9223372036854775808, the vocabulary has 1000");
     write_raw("a.npy", 0, TOKENS, 1);
     q = request_of("a.npy", TOKEN_U8);
     q.mask = "none";
-    refused(&q, "the loss mask none cannot be read");
+    refused(&q, "--loss-mask none cannot be read");
     write_raw("mask", 0, TOKENS - 1, 1);
     q.mask = in("mask");
     refused(&q, "has 99 numbers, but there are 100 tokens");
-    b.n = 0;
-    write_bytes("list", &b);
     q = request_of("@list", TOKEN_AUTO);
+    write_text("list", "", 0);
     refused(&q, "names no file");
+    write_raw("s0", 0, TOKENS, 1);
+    q.type = TOKEN_U8;
+    write_text("list", "s0\n\0", 4);
+    refused(&q, "byte 3 of the list");
+    write_text("list", "s0\0s0\n", 6);
+    refused(&q, "is 0, which no path has");
     q = request_of("m.bin", TOKEN_AUTO);
     write_megatron("m", 6, 2, 0, lengths, 4, starts, 4, 0);
     refused(&q, "of type 6");
@@ -507,13 +638,17 @@ static void test_sparse(void)
 
 int main(void)
 {
-    static const char *const names[] = {"a.npy", "a.bin", "b.bin", "raw",  "m.bin", "m.idx", "s0",
-                                        "s1",    "s2",    "list",  "mask", "p.bin", "p.idx", "text"};
+    static const char *const names[] = {"a.npy", "a.bin", "b.bin", "raw",   "m.bin", "m.idx",
+                                        "s0",    "s1",    "s2",    "list",  "mask",  "p.bin",
+                                        "p.idx", "text",  "b.npy", "i.npy", "c.bin", "mask.npy"};
     size_t i;
     int how;
     if (mkdtemp(folder) == NULL) abort();
     cli_holds = 1; /* sentences are held, not printed */
     test_formats();
+    test_masks();
+    test_npy();
+    test_pointers();
     test_wrong();
     for (how = 0; how < 4; ++how) test_packed(how & 1, how >> 1);
     test_shuffled_documents();

@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from programs import BOOK, METHODS, TOP, near, refused, same, sentences, words_of  # pylint: disable=wrong-import-position
+from programs import BOOK, METHODS, TOP, near, npy, refused, same, sentences, words_of  # pylint: disable=wrong-import-position
 
 TRAIN, TOKENIZE = (os.path.abspath(path) for path in sys.argv[1:3])
 FULL = os.environ.get('UPIPE_FULL') == '1'
@@ -51,20 +51,26 @@ def test_formats(_):
     """The same bytes by every way are the same training, order and sample included."""
     book = read(BOOK)[:2000]
     write('text', book)
-    write('ids.npy', b'\x93NUMPY\x01\x00\x76\x00' + f"{{'descr': '<i4', 'fortran_order': False, 'shape': ({len(book)},), }}"
-          .ljust(117).encode() + b'\n' + struct.pack(f'<{len(book)}i', *book))
+    write('ids.npy', npy(book))
+    write('wide.npy', npy(book, '<i8'))
     write('one', book[:700])
     write('two', book[700:])
     write('list', 'one\ntwo\n')
     flags = {'tokens': 64, 'ranks': 2, 'batch': 2, 'steps': 20}
     text = run('a text', data='text', **flags)
     for what, more in {'raw': {'tokens_file': 'text', 'token_type': 'u8'}, '.npy': {'tokens_file': 'ids.npy'},
-                       'a list': {'tokens_file': '@list', 'token_type': 'u8'}}.items():
+                       '.npy of i8': {'tokens_file': 'wide.npy'}, 'a list': {'tokens_file': '@list', 'token_type': 'u8'}}.items():
         same(run(what, **more, **flags), text, what)
     done = run_command([TRAIN, *words_of({**MODEL, 'tokens_file': 'ids.npy', 'tokens': 64, 'ranks': 2, 'steps': 1, 'sample': 5,
                                           'prompt': '73, 110'})])
     ids = done.stdout.splitlines()[-1].split()
     equal((done.returncode, ids[:4], len(ids)), (0, ['ids:', '73', '110', '|'], 9), 'a sample of ids')
+    # ids of another width than the flag says: those below 65536 are read, with a zero behind each
+    for width, kind, note in ('I', 'u16', True), ('H', 'u16', False), ('I', 'u32', False):
+        write('raw', struct.pack(f'<{len(book)}{width}', *book))
+        done = run_command([TRAIN, *words_of({**MODEL, 'tokens_file': 'raw', 'token_type': kind, 'tokens': 64, 'ranks': 2, 'steps': 1})])
+        equal((done.returncode, done.stderr), (0, 'train: raw: every second token is 0, as if the file were u32\n' if note else ''),
+              f'{width} as {kind}')
 
 
 def test_alone(_):
@@ -131,9 +137,14 @@ def test_mask(_):
     flags = {'tokens_file': 'all.bin', 'tokens': 64, 'ranks': 2}
     write('mask', b'\1' * len(IDS))
     same(run('all', loss_mask='mask', **flags), run('none', **flags), 'a mask of ones')
-    write('mask', b'\0' * 21 + b'\1' * 31 + b'\0' * 13)
+    mask = b'\0' * 21 + b'\1' * 31 + b'\0' * 13
+    write('mask', mask)
     packed('one', IDS[21:52], [31])
-    near(run('masked', loss_mask='mask', **flags)['loss'], run('alone', tokens_file='one.bin', tokens=30)['loss'], 'masked')
+    masked = run('masked', loss_mask='mask', **flags)
+    near(masked['loss'], run('alone', tokens_file='one.bin', tokens=30)['loss'], 'masked')
+    for kind in '|u1', '|b1', '<i8':
+        write('mask.npy', npy(mask, kind))
+        same(run(f'a mask of {kind}', loss_mask='mask.npy', eval='all.bin', eval_mask='mask.npy', **flags), masked, f'a mask of {kind}')
     still = {'loss_mask': 'mask', 'eval': 'all.bin', 'lr': 0, 'min_lr': 0, **flags}
     for more in {}, {'ranks': 4, 'replicas': 2}, {'ranks': 3, 'batch': 2}:
         got = run('an evaluation is masked', **{**still, 'eval_mask': 'mask', **more})
@@ -141,7 +152,7 @@ def test_mask(_):
         near([got['eval'][0]['loss']], got['loss'], 'a masked evaluation', 1e-6)
     equal(run('an evaluation is not masked', **still)['eval'][0]['targets'], sum(n - 1 for n in LENGTHS if n > 1), 'targets that no mask hides')
     write('short', b'\1' * 9)
-    refused([TRAIN, *words_of({**MODEL, **still, 'eval_mask': 'short'})], '.', 1, ['the loss mask short has 9 numbers'])
+    refused([TRAIN, *words_of({**MODEL, **still, 'eval_mask': 'short'})], '.', 1, ['--eval-mask short has 9 numbers'])
     refused([TRAIN, *words_of({**MODEL, **flags, 'eval_mask': 'mask'})], '.', 2, ['--eval-mask wants --eval'])
     write('own', read('mask'))
     refused([TRAIN, *words_of({**MODEL, **still, 'eval_mask': 'own', 'json': 'own'})], '.', 1, ['replace the file of --eval-mask'])
@@ -170,7 +181,7 @@ def test_usage(folder):
             ('--end-token 3', 2, ['--end-token wants --tokens-file']), ('--shuffle windows', 2, ['--shuffle wants']),
             ('--tokens-file all.bin --data x', 2, ['--data x and --tokens-file all.bin contradict']),
             ('--tokens-file all.bin --end-token x', 2, ["not 'x'"]), ('--tokens-file all.bin --plan', 2, ['--plan', '--tokens-file']),
-            ('--tokens-file all.bin --end-token 256', 1, ['the vocabulary has 256']), ('--tokens-file @raw', 1, ['the token file', 'cannot be read']),
+            ('--tokens-file all.bin --end-token 256', 1, ['the vocabulary has 256']), ('--tokens-file @raw', 1, ['--tokens-file: byte 7 of the list raw is 0']),
             ('--tokens-file raw', 1, ['--token-type says their type']), ('--tokens-file none.bin', 1, ['none.bin cannot be read']),
             ('--tokens-file raw --token-type u8 --documents apart', 1, ['would have no effect']),
             ('--tokens-file all.bin --token-type u8', 1, ['--token-type is for raw files']),

@@ -400,6 +400,11 @@ static void test_broken(void)
     snprintf(big, sizeof big, "no such file");
     CHECK_INT(st_open(&f, big, &err), -1);
     CHECK_TEXT(err.text, "no such file: cannot be opened: No such file");
+    /* what Git has in a large file's place */
+    n = (size_t)snprintf(deep, sizeof deep,
+                         "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n");
+    write_file(path, deep, n);
+    check_refused("cannot be opened: it is a Git LFS pointer, not the file, which `git lfs pull` fetches");
     unlink(path);
     CHECK_INT(mkfifo(path, 0600), 0);
     check_refused("cannot be opened: it is no regular file");

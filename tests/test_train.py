@@ -38,6 +38,7 @@ CONFIG = {name.replace('-', '_') for name in FLAGS} - {'help', 'version'}
 RUN = {'tokens': 64, 'ranks': 2, 'steps': 4, 'sample': 0}
 NAN = struct.pack('<f', math.nan)
 LONG = 50 if os.environ.get('UPIPE_FULL') == '1' else 4  # steps of a long training
+POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\nsize 12345\n'  # Git's, of a large file
 EVEN = {'lr': 1e-3, 'min_lr': 1e-3, 'warmup': 0}  # a rate that does not depend on the number of steps
 
 
@@ -663,8 +664,46 @@ def test_lora(folder):
     failed(folder, given(resume='six', tokens=48, steps=9, lora='3'), 1, ['--lora 2, not --lora 3'])
     failed(folder, given(load='six', steps=9), 1, ['lora_A.weight is no tensor of this model'])
     failed(folder, given(lora='2', train='*norm*'), 2, ['--lora', '--train would have no effect'])
-    for words in ['0', '1025', 'x', '2:0', '2:x', '2:8:', '2:8:q,w', '2:8:q,', '2:8:' + 'q,' * 40 + 'q']:
+    for words in ['0', '1025', 'x', '2:0', '2:x', '2:8:', '2:8:q,w', '2:8:q,', '2:8:q,q', '2:8:q:v', '2:8:' + 'q,' * 40 + 'q']:
         failed(folder, given(lora=words), 2, ['--lora is RANK:ALPHA:TARGETS'])
+
+
+def bad_tensors(folder, loaded, saved):
+    """An adapter in bad/, whose config leaves it to the tensors, with other ones than in `saved`."""
+    path, first = 'bad/adapter_model.safetensors', 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+
+    def put(tensors):
+        head, data = {}, b''
+        for name, (shape, numbers) in tensors.items():
+            head[name] = {'dtype': 'F32', 'shape': shape, 'data_offsets': [len(data), len(data) + 4 * len(numbers)]}
+            data += numbers.tobytes()
+        write_tensors(path, head, data)
+
+    def first_is(*numbers):
+        put({**saved, first: (saved[first][0], array.array('f', [*numbers, *saved[first][1][len(numbers):]]))})
+
+    def fails(words, **more):
+        """Merged by train and logits, in which it is the adapter's file that is named."""
+        for program, flags in (TRAIN, given(**{**loaded, 'load_adapter': 'bad', 'merge': True, 'steps': 0, **more})), \
+                (LOGITS, words_of({'load': 'base', 'load_adapter': 'bad', 'ids': 'ids.npy', 'out': 'own.npy', **more})):
+            failed(folder, flags, 1, [r'^\w+: (rank \d: )?bad/adapter_model\.\w+: ' + words], program=program, kept=False)
+
+    put({name: tensor for name, tensor in saved.items() if 'layers.1.self_attn.q' not in name})
+    fails('.*layers.1.self_attn.q_proj.lora_A.weight is missing')
+    put({})
+    fails('has no tensor of a projection')
+    put({**saved, first: ([0], array.array('f'))})
+    fails('.*q_proj.lora_A.weight is empty, as where ZeRO-3')
+    for value in math.nan, math.inf, 3e38:
+        first_is(value)
+        if value == 3e38: # finite, and no sum with it is
+            put({name: (shape, array.array('f', [value] * len(numbers))) for name, (shape, numbers) in saved.items()})
+        fails(r'merged into model.layers.\d.\w+.(q|o|down)_proj.weight it gives a value that is not finite$')
+        fails(r'merged into model.layers.\d.\w+.(q|o|down)_proj.weight it gives a value that is not finite in bf16$', dtype='bf16')
+    write(path, POINTER)
+    fails('cannot be opened: it is a Git LFS pointer')
+    os.rename(path, 'bad/adapter_model.bin')
+    fails('is of pickles, which are not read')
 
 
 def test_adapter(folder):
@@ -712,21 +751,36 @@ def test_adapter(folder):
         write('bad/adapter_config.json', json.dumps({**config, **change}).encode())
 
     shutil.copytree('some/f32', 'bad')
-    for change, words in [({'use_dora': True}, 'use_dora is set, and not built'), ({'use_rslora': True}, 'use_rslora'),
+    for change, words in [({'use_dora': True}, 'use_dora is set, and not built'), ({'use_rslora': 'yes'}, 'use_rslora'),
                           ({'modules_to_save': ['lm_head']}, 'modules_to_save'), ({'rank_pattern': {'q_proj': 2}}, 'rank_pattern'),
                           ({'alpha_pattern': {'q_proj': 2}}, 'alpha_pattern'), ({'fan_in_fan_out': True}, 'fan_in_fan_out'),
-                          ({'bias': 'all'}, 'bias is all; only none is built'), ({'peft_type': 'IA3'}, 'peft_type is IA3; only LORA'),
+                          ({'bias': 'all'}, 'bias is all, which is not built'), ({'peft_type': 'IA3'}, 'peft_type is IA3, which is not built'),
                           ({'task_type': 'SEQ_CLS'}, 'task_type is SEQ_CLS'), ({'init_lora_weights': 'pissa'}, 'init_lora_weights is pissa'),
                           ({'r': 0}, 'r is not a whole number'), ({'r': 4.0}, 'r is not a whole number'), ({'lora_alpha': 0}, 'lora_alpha is not'),
-                          ({'lora_alpha': None}, 'lora_alpha is not'), ({'target_modules': 'all-linear'}, 'target_modules is no list'),
+                          ({'lora_alpha': None}, 'lora_alpha is not'), ({'lora_alpha': 8e5, 'use_rslora': True}, r'lora_alpha times sqrt\(r\) is not'),
+                          ({'target_modules': []}, 'target_modules is no list'), ({'target_modules': True}, 'target_modules is no list'),
+                          *(({'target_modules': [name]}, f'has {name}, which is no projection') for name in
+                            ('model.layers.2.self_attn.q_proj', 'layers.01.self_attn.q_proj', 'mlp.q_proj', 'model.0.self_attn.q_proj')),
+                          ({'target_modules': ['o_proj', 'layers.0.self_attn.q_proj']}, 'no projection of layer 1 that it has of others'),
                           ({'target_modules': ['fc1']}, 'has fc1, which is no projection'), ({'target_modules': [1]}, 'what is no string'),
                           ({'r': 3}, 'lora_A.weight has 2 dimensions, 4 x 32, not 2, 3 x 32'),
                           ({'target_modules': ['q_proj', 'v_proj']}, 'v_proj.lora_A.weight is missing'),
                           ({'target_modules': ['q_proj']}, 'has 12 tensors, not the 4')]:
         put(change)
         failed(folder, given(**loaded, load_adapter='bad'), 1, [words])
-    put({'lora_dropout': 0.1, 'init_lora_weights': 'gaussian', 'use_dora': None, 'peft_version': '1', 'later': []})
-    same(good(folder, 'what changes nothing', **{**adapted, 'load_adapter': 'bad'}, steps=1), one, 'what changes nothing')
+    full = [f'model.layers.{layer}.{name}' for layer in (0, 1) for name in ('self_attn.q_proj', 'self_attn.o_proj', 'mlp.down_proj')]
+    for what, change in [
+        ('what changes nothing', {'lora_dropout': 0.1, 'init_lora_weights': 'gaussian', 'use_dora': None, 'peft_version': '1', 'later': []}),
+        ('an orthogonal start', {'init_lora_weights': 'orthogonal'}), ('alpha over a root', {'use_rslora': True, 'lora_alpha': 3}),
+        ('a pattern', {'target_modules': r'.*\.(q|o|down)_proj'}), ('full names', {'target_modules': full}),
+        ('names of all lengths', {'target_modules': ['self_attn.o_proj', 'down_proj', 'layers.1.self_attn.q_proj', '0.self_attn.q_proj']})]:
+        put(change)
+        same(good(folder, what, **{**adapted, 'load_adapter': 'bad'}, steps=1), one, what)
+        quiet(words_of({'load': 'base', 'load_adapter': 'bad', 'ids': 'ids.npy', 'out': 'own.npy'}), folder, what, LOGITS)
+        check(read('own.npy') == read('two.npy'), f'{what}: logits')
+    put({'target_modules': 'any'})
+    bad_tensors(folder, loaded, saved)
+    put({})
     write('bad/adapter_config.json', b'[]')
     failed(folder, given(**loaded, load_adapter='bad'), 1, ['is not a JSON object'])
     failed(folder, given(**loaded, load_adapter='nothing'), 1, ['adapter_config.json', 'cannot be read'])
@@ -933,14 +987,16 @@ def test_loading(folder):
 
     good(folder, 'a model', save='m')
     base = {'load': 'm', 'ids': 'ids4.npy', 'out': 'bad.npy'}
-    for name, data in [('text.npy', text), ('empty.npy', b''), ('float.npy', npy([1.0] * 64, '<f4')),
-                       ('two.npy', npy(text[:64], shape='(8, 8)')),
-                       ('huge.npy', npy(text[:64], shape='(9223372036854775807,)')),
-                       ('minus.npy', npy(text[:64], shape='(-1,)'))]:
+    for name, data, said in [('text.npy', text, 'is no .npy, has no header'), ('empty.npy', b'', 'is no .npy'),
+                             ('float.npy', npy([1.0] * 64, '<f4'), "its numbers are '<f4'"),
+                             ('two.npy', npy(text[:64], shape='(8, 8)'), r'its shape is \(8, 8\)'),
+                             ('huge.npy', npy(text[:64], shape='(9223372036854775807,)'), 'says 9223372036854775807 tokens'),
+                             ('minus.npy', npy(text[:64], shape='(-1,)'), r'its shape is \(-1,\)'),
+                             ('none.npy', npy([]), 'has no tokens')]:
         write(name, data)
-        failed(folder, words_of({**base, 'ids': name}), 1, [name, 'no .npy file'], f'ids: {name}', program=LOGITS)
+        failed(folder, words_of({**base, 'ids': name}), 1, ['--ids ' + name, said], f'ids: {name}', program=LOGITS)
     write('short.npy', npy(text[:64], shape='(65,)'))
-    failed(folder, words_of({**base, 'ids': 'short.npy'}), 1, ['short.npy', '64', '65'], program=LOGITS)
+    failed(folder, words_of({**base, 'ids': 'short.npy'}), 1, ['short.npy', '65 tokens', '256 bytes'], program=LOGITS)
     for name, bad in [('above.npy', 256), ('below.npy', -1), ('far.npy', 2**40)]:
         write(name, npy([1, bad], '<i8'))
         failed(folder, words_of({**base, 'ids': name}), 1, [name, 'token 1 is', str(bad), '256'], program=LOGITS)
@@ -1565,6 +1621,17 @@ def changed_header(path, change):
     write_tensors(path, head, read(path)[start:])
 
 
+def emptied(path, name):
+    """A tensor becomes one of no element."""
+    metadata, tensors, _, _ = safetensors(path)
+    head, data = {'__metadata__': metadata}, b''
+    for one, (dtype, shape, raw) in tensors.items():
+        shape, raw = ([0], b'') if one == name else (shape, raw)
+        head[one] = {'dtype': dtype, 'shape': shape, 'data_offsets': [len(data), len(data) + len(raw)]}
+        data += raw
+    write_tensors(path, head, data)
+
+
 def test_broken(folder):
     """A checkpoint that is not what it should be is refused, by --load where it is about the model."""
     good(folder, 'a run', save='m')
@@ -1588,6 +1655,7 @@ def test_broken(folder):
         data, start = read(f'{whole}/{name}'), safetensors(f'{whole}/{name}')[3]
         changed = {f'cut to {cut} bytes': data[:cut] for cut in (0, 4, 8, 9, start - 1, start, start + 1, len(data) // 2, len(data) - 1)}
         changed |= {f'a header of {n}': struct.pack('<Q', n) + data[8:] for n in (2**64 - 1, 2**63, 10**8 + 1, len(data), 0)}
+        case(f'{name}: a pointer', name, lambda at: POINTER, [name, 'it is a Git LFS pointer'])
         changed |= {'longer': data + b'x', 'no JSON': data[:8] + b'!' + data[9:], 'a list': struct.pack('<Q', 8) + b'[]      '}
         for what, broken in changed.items():
             case(f'{name}: {what}', name, lambda at, broken=broken: broken, [name])
@@ -1604,6 +1672,7 @@ def test_broken(folder):
             ('no offsets', lambda t: t.pop('data_offsets'), [name]),
         ]:
             header_case(what, name, lambda head, change=change: change(head[prefix + gate]), words)
+        case(f'{name}: a shard of ZeRO-3', name, lambda at, empty=prefix + gate: emptied(at, empty), [gate, 'is empty, as where ZeRO-3'])
         header_case('another name', name, lambda head: head.update(
             {'model.layers.9.mlp.gate_proj.weight': head.pop(prefix + gate)}), ['gate_proj'])
     for key, value in [('step', '-1'), ('step', 'x'), ('tokens', '1e3'), ('seed', '99999999999999999999'),
@@ -1614,6 +1683,10 @@ def test_broken(folder):
                     [key, value[:20]])
     header_case('no metadata', optimizer, lambda head: head.pop('__metadata__'), ['missing'])
 
+    for pickle in 'pytorch_model.bin', 'pytorch_model.bin.index.json':
+        case(pickle, model, lambda at, pickle=pickle: os.rename(at, os.path.join(os.path.dirname(at), pickle)), [pickle + ': is of pickles, which are not read'])
+    case('an index: a pointer', model + '.index.json', lambda at: os.remove('broken/' + model) or POINTER, ['index.json', 'Git LFS pointer'])
+    case('config.json: a pointer', 'config.json', lambda at: POINTER, ['config.json', 'Git LFS pointer'])
     config = load('m/checkpoint-4/config.json')
     for change, *words in [
         ({'hidden_act': 'gelu'}, 'hidden_act', 'gelu'), ({'model_type': 'gpt2'}, 'gpt2'),
@@ -1658,6 +1731,25 @@ def test_not_finite(folder):
             failed(folder, given(load='bad', save='out', sample=3, ranks=ranks, deadline=60), 1,
                    [name, *words] if len(words) == 1 else words, f'{what} in the weights')
         equal(os.path.exists('out'), False, f'{what}: a checkpoint')
+        shutil.rmtree('bad')
+    # Finite in the file, and in bf16 not.
+    patched(whole, 'bad', 'model.layers.0.mlp.up_proj.weight', struct.pack('<f', 3.4e38))
+    failed(folder, given(load='bad', steps=0, dtype='bf16'), 1, ['up_proj.weight has a value that is not finite in bf16'])
+    shutil.rmtree('bad')
+    # Finite weights whose losses, or their sum, are not: no number is reported, and no character drawn.
+    write('held', read(BOOK)[:200])
+    for what, value in ('overflows', 3e38), ('leaves 63 bits', 1e20):
+        patched(whole, 'bad', 'model.norm.weight', struct.pack('<f', value))
+        still = {'load': 'bad', 'steps': 0, 'deadline': 60}
+        for more in {'ranks': 1}, {'ranks': 4}, {'ranks': 4, 'replicas': 2}:
+            done = failed(folder, given(**{**still, 'eval': 'held', 'sample': 3, 'json': 'x.json', 'log': 'x.log', **more}), 1,
+                          [r'step 0: the loss of --eval is no number: [1-9]\d* of its 199 targets'], f'{what}, evaluated', kept=False)
+            equal([e['loss'] for e in numbers_of(folder, 'x.json')['eval']], [None], f'{what}: an evaluation in JSON')
+            equal([line['eval_loss'] for line in lines_of('x.log')], [None], f'{what}: an evaluation in the log')
+            check('sample' not in done.stdout, f'{what}: a sample of {done.stdout}')
+            if value > 1e30:
+                done = failed(folder, given(**{**still, 'sample': 3, **more}), 1, ['the sample: a logit is not finite'], f'{what}, sampled')
+                check('sample' not in done.stdout, f'{what}: a sample of {done.stdout}')
         shutil.rmtree('bad')
     patched(whole, 'bad/checkpoint-4', 'model.norm.weight', NAN)
     failed(folder, given(resume='bad', save='bad', steps=5), 1, ['norm.weight has a value that is not finite'], 'NaN resumed')

@@ -211,11 +211,24 @@ static inline int files_reserve(files *all, const char *path)
     return 0;
 }
 
-static inline void files_abandon(files *all)
+/* 0, or -1 with the sentence out: it is still there. */
+static inline int files_remove(const char *path)
 {
-    while (all->n > 0) remove(all->temporary[--all->n]);
-    while (all->folders_n > 0) rmdir(all->folders[--all->folders_n]);
+    return remove(path) == 0 || errno == ENOENT ? 0 : files_fail(path, "cannot be removed");
+}
+
+/* What was begun is gone; a folder that something else has come into stays. */
+static inline int files_abandon(files *all)
+{
+    int bad = 0;
+    while (all->n > 0) bad |= files_remove(all->temporary[--all->n]);
+    while (all->folders_n > 0) {
+        const char *const folder = all->folders[--all->folders_n];
+        if (rmdir(folder) != 0 && errno != ENOTEMPTY && errno != EEXIST && errno != ENOENT)
+            bad = files_fail(folder, "cannot be removed");
+    }
     files_end(all);
+    return bad;
 }
 
 /* The name under which an older file waits until all new ones are in place; as long as the temporary one. */
@@ -237,7 +250,7 @@ static inline int files_replace(files *all, int i)
 
 static inline int files_commit(files *all)
 {
-    int i;
+    int i, bad = 0;
     for (i = 0; i < all->n; ++i) {
         if (files_replace(all, i) == 0) continue;
         files_fail(all->final[i], "cannot be written");
@@ -250,9 +263,9 @@ static inline int files_commit(files *all)
         return -1;
     }
     for (i = 0; i < all->n; ++i)
-        if (all->had_old[i]) remove(files_old(all, i));
+        if (all->had_old[i]) bad |= files_remove(files_old(all, i));
     files_end(all);
-    return 0;
+    return bad;
 }
 
 /* ---- NumPy's format, version 1.0 ---- */

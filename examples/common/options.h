@@ -209,7 +209,7 @@ static const flag_row flag_rows[] = {
     {"tokens-file", "FILE|@LIST", IN_TRAIN, in_training, FLAG_TEXT, AT(tokens_file), 0, 0, NULL, FLAG_READ | FLAG_TRAINING,
      "token ids in place of --data: .npy, llm.c's .bin, Megatron's .bin with its .idx, or raw; LIST has a path a line "
      "(docs/data.md)"},
-    {"token-type", "auto|u8|u16|u32|i32", IN_TRAIN, in_training, FLAG_CHOICE, AT(token_type), 0, 0, "auto", FLAG_TRAINING,
+    {"token-type", "auto|u8|u16|u32|i32|i64", IN_TRAIN, in_training, FLAG_CHOICE, AT(token_type), 0, 0, "auto", FLAG_TRAINING,
      "of the ids of raw files; the other ones say it themselves"},
     {"end-token", "ID", IN_TRAIN, in_training, FLAG_TEXT, AT(end_token), 0, 0, NULL, FLAG_TRAINING,
      "documents end with this token, whatever an .idx says"},
@@ -322,8 +322,8 @@ static const flag_row flag_rows[] = {
     /* files */
     {"load", "DIR", IN_LOGITS, in_files, FLAG_TEXT, AT(load), 0, 0, NULL, FLAG_READ,
      "folder with config.json and model.safetensors (or its index and parts)"},
-    {"ids", "FILE", IN_LOGITS, in_files, FLAG_TEXT, AT(ids), 0, 0, NULL, FLAG_READ,
-     "tokens: a .npy file, int32 or int64, one dimension"},
+    {"ids", "FILE|@LIST", IN_LOGITS, in_files, FLAG_TEXT, AT(ids), 0, 0, NULL, FLAG_READ,
+     "tokens: a file of a format of --tokens-file that says the type of its ids, such as .npy"},
     {"out", "FILE", IN_LOGITS, in_files, FLAG_TEXT, AT(out), 0, 0, NULL, 0,
      "where the logits go: a .npy file, float32 [tokens][vocabulary]"},
     {"data", "FILE", IN_COMPARE, in_files, FLAG_TEXT, AT(data), 0, 0, NULL, FLAG_READ,

@@ -5,7 +5,8 @@
  *     FILE *f = regular_open("book.txt", &bytes, &why);           regular_fd, without the stream
  *     if (f == NULL) fail("book.txt cannot be read: %s", why);
  *
- * In a file's place there may be a pipe that nobody writes to, a terminal, or a device without an end.
+ * In a file's place there may be a pipe that nobody writes to, a terminal, or a device without an end; or a Git LFS
+ * pointer, the text that a clone without Git LFS has there.
  */
 #ifndef COMMON_REGULAR_H
 #define COMMON_REGULAR_H
@@ -18,6 +19,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* One is shorter than 1024 bytes, and begins so. */
+__attribute__((unused)) static int regular_is_pointer(int fd, int64_t bytes)
+{
+    static const char begins[] = "version https://git-lfs.github.com/spec/v1\n";
+    const ssize_t n = sizeof begins - 1;
+    char text[sizeof begins];
+    return bytes >= n && bytes < 1024 && pread(fd, text, (size_t)n, 0) == n &&
+           memcmp(text, begins, (size_t)n) == 0;
+}
+
 /* The descriptor, and the bytes that the file has now; or -1 and the reason. */
 __attribute__((unused)) static int regular_fd(const char *path, int64_t *bytes, const char **why)
 {
@@ -27,7 +38,8 @@ __attribute__((unused)) static int regular_fd(const char *path, int64_t *bytes, 
     *why = known ? "it is no regular file" : strerror(errno);
     if (known && S_ISREG(about.st_mode)) {
         *bytes = (int64_t)about.st_size;
-        return fd;
+        if (!regular_is_pointer(fd, *bytes)) return fd;
+        *why = "it is a Git LFS pointer, not the file, which `git lfs pull` fetches";
     }
     if (fd >= 0) close(fd);
     return -1;

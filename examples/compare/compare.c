@@ -396,8 +396,7 @@ static int run_plan(compare *c)
     if (!world_is_root(&c->net)) return 0;
     files_begin(&c->all);
     status = reserve_outputs(c);
-    files_abandon(&c->all);
-    return status;
+    return files_abandon(&c->all) != 0 ? -1 : status;
 }
 
 /* All processes have made the same inputs. */

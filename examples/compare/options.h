@@ -76,8 +76,10 @@ static int options_cu_seqlens(options *o)
         return 0;
     }
     for (i = 0; i < n; ++i, text += strcspn(text, ",") + 1) {
+        const int digits = (int)strcspn(text, ",");
         char one[32];
-        snprintf(one, sizeof one, "%.*s", (int)strcspn(text, ","), text);
+        if (snprintf(one, sizeof one, "%.*s", digits, text) >= (int)sizeof one)
+            return cli_refuse("--cu-seqlens has a length of %d characters", digits);
         status = options_count(one, 0, total - o->borders[i], &length);
         if (status != 0) return status;
         o->borders[i + 1] = o->borders[i] + length;

@@ -4,17 +4,18 @@
  *     mpirun -np 3 logits_mpi --transport mpi --load SmolLM2-135M --ids ids.npy --out logits.npy
  *     torchrun --nproc-per-node 3 --no-python logits_nccl --transport nccl --device cuda --load ...
  *
- * ids.npy: int32 or int64 [S]. logits.npy: float32 [S][V]. The forward is train's (model.h). Ranks that are threads
- * read one copy of the weights and write into one result; a process has a copy, and sends its rows to rank 0.
+ * ids.npy: whole numbers [S], or another file that tokens.h knows by itself. logits.npy: float32 [S][V]. The forward is
+ * train's (model.h). Ranks that are threads read one copy of the weights and write into one result; a process has a
+ * copy, and sends its rows to rank 0.
  */
 #define PROGRAM "logits"
 
 #include "upipe/upipe.h"
 
 #include "../common/cli.h"
-#include "../common/regular.h"
 #include "../common/files.h"
 #include "../common/world.h"
+#include "files/tokens.h"
 #include "state/checkpoint.h"
 #include "model/forward.h"
 #include "model/setting.h"
@@ -68,65 +69,47 @@ static int options_read(options *o, struct world *w, int argc, char **argv)
 
 /* ---- tokens ---- */
 
-/* The header of a .npy file, version 1: one dimension, little-endian whole numbers. Returns bytes of an
- * element, or 0. */
-static int ids_header(FILE *f, int64_t *n)
+typedef struct ids_call {
+    logits *g;
+    token_files files;
+    int64_t at, id; /* one that is none, and its place */
+    int wrong;
+} ids_call;
+
+static void ids_body(void *user)
 {
-    unsigned char magic[10];
-    char text[1024];
-    const char *descr, *order, *shape;
-    char *end;
-    size_t length;
-    if (fread(magic, 1, sizeof magic, f) != sizeof magic || memcmp(magic, "\x93NUMPY\x01\x00", 8) != 0)
-        return 0;
-    length = (size_t)(magic[8] | magic[9] << 8);
-    if (length >= sizeof text || fread(text, 1, length, f) != length) return 0;
-    text[length] = '\0';
-    descr = strstr(text, "'descr': '<i");
-    order = strstr(text, "'fortran_order'"); /* makes no difference in one dimension */
-    shape = strstr(text, "'shape': (");
-    if (descr == NULL || order == NULL || shape == NULL) return 0;
-    errno = 0;
-    *n = strtoll(shape + 10, &end, 10);
-    if (errno != 0 || end == shape + 10 || strncmp(end, ",)", 2) != 0 || *n < 1) return 0;
-    return strncmp(descr + 12, "4'", 2) == 0 ? 4 : strncmp(descr + 12, "8'", 2) == 0 ? 8 : 0;
+    ids_call *c = (ids_call *)user;
+    int file = 0;
+    for (; c->at < c->g->tokens; ++c->at) {
+        c->id = tokens_at(&c->files, &file, c->at);
+        c->wrong = c->id < 0 || c->id >= c->g->layout.config.vocab;
+        if (c->wrong) return;
+        c->g->ids[c->at] = (int32_t)c->id;
+    }
+}
+
+/* The files are open. */
+static int ids_fill(logits *g, ids_call *c)
+{
+    g->tokens = c->files.n;
+    if (g->tokens == 0) return cli_fail("--ids %s has no tokens", g->o.ids);
+    g->ids = (int32_t *)malloc((size_t)g->tokens * sizeof *g->ids);
+    if (g->ids == NULL) return cli_fail("out of memory: %lld tokens", (long long)g->tokens);
+    if (mapped_read(ids_body, c) != 0) return cli_fail("--ids %s became shorter while it was read", g->o.ids);
+    if (!c->wrong) return 0;
+    return cli_fail("--ids %s: token %lld is %lld, the vocabulary has %lld", g->o.ids, (long long)c->at,
+                    (long long)c->id, (long long)g->layout.config.vocab);
 }
 
 static int ids_read(logits *g)
 {
-    const char *why;
-    int64_t i, value, vocab = g->layout.config.vocab, n = 0, bytes = 0;
-    FILE *f = regular_open(g->o.ids, &bytes, &why);
-    int element, bad = 0;
-    if (f == NULL) return cli_fail("%s cannot be read: %s", g->o.ids, why);
-    element = ids_header(f, &n);
-    if (element == 0 || n > bytes / element) {
-        bad = ferror(f) ? errno : 0;
-        fclose(f);
-        if (bad != 0) return cli_fail("%s cannot be read: %s", g->o.ids, strerror(bad));
-        return cli_fail("%s is no .npy file of int32 or int64 with one dimension", g->o.ids);
-    }
-    g->ids = (int32_t *)malloc((size_t)n * sizeof *g->ids);
-    for (i = 0; i < n && g->ids != NULL && !bad; ++i) {
-        int32_t narrow = 0;
-        value = 0;
-        if (element == 4) {
-            bad = fread(&narrow, 4, 1, f) != 1;
-            value = narrow;
-        } else {
-            bad = fread(&value, 8, 1, f) != 1;
-        }
-        if (bad)
-            cli_fail("%s ends after %lld of %lld tokens", g->o.ids, (long long)i, (long long)n);
-        else if (value < 0 || value >= vocab)
-            bad = cli_fail("%s: token %lld is %lld, the vocabulary has %lld", g->o.ids, (long long)i,
-                           (long long)value, (long long)vocab);
-        g->ids[i] = (int32_t)value;
-    }
-    fclose(f);
-    g->tokens = n;
-    if (g->ids == NULL) return cli_fail("out of memory: %lld tokens", (long long)n);
-    return bad ? -1 : 0;
+    ids_call c;
+    int bad;
+    memset(&c, 0, sizeof c);
+    c.g = g;
+    bad = tokens_open(&c.files, "--ids", g->o.ids, NULL, TOKEN_AUTO) != 0 || ids_fill(g, &c) != 0;
+    tokens_close(&c.files);
+    return -bad;
 }
 
 /* ---- a rank ---- */
@@ -398,8 +381,7 @@ static int logits_reserve(const logits *g, files *all)
     }
     files_begin(all);
     bad = files_reserve(all, g->o.out);
-    files_abandon(all);
-    return bad;
+    return files_abandon(all) != 0 ? -1 : bad;
 }
 
 /* All processes read the same tokens, for the same model. */

@@ -220,7 +220,7 @@ static int report(run *u, files *all)
     int status;
     if (u->o.plan && is_root && report_plan(u, &slope) != 0) return -1;
     if (!u->o.plan && is_root && !u->failed) report_table(u);
-    status = cli_flush("the table");
+    status = is_root ? cli_flush("the table") : 0;
     if (report_files(u, all, u->o.plan ? &slope : NULL) != 0) return -1;
     return u->failed || u->broke || u->log_failed ? -1 : status;
 }

@@ -6,6 +6,7 @@
  *     UPIPE_FAULT=file:9:EIO   what changes files: write, pwrite, fsync, rename, close, open and fopen for writing, mkdir,
  *                              unlink, rmdir, remove, ftruncate, posix_fallocate, flock; EIO, ENOSPC, EINTR, or SHORT,
  *                              which writes half of the bytes, and where it is no write does nothing
+ *     UPIPE_FAULT=flush:1      fflush: EIO
  *     UPIPE_FAULT=read:4:EIO   what reads files and asks about them: read, pread, open and fopen for reading, stat, fstat,
  *                              lstat, access, opendir, readdir, sysconf; the same errors, SHORT of read and pread
  *     UPIPE_FAULT=net:6:EINTR  what connects processes: socket, bind, listen, connect, accept, getsockname, getpeername,
@@ -48,6 +49,7 @@ typedef enum fault_kind {
     FAULT_ALLOC,
     FAULT_THREAD,
     FAULT_FILE,
+    FAULT_FLUSH,
     FAULT_READ,
     FAULT_NET
 } fault_kind;
@@ -79,7 +81,7 @@ static int fault_executable(struct dl_phdr_info *object, size_t size, void *user
 
 __attribute__((constructor)) static void fault_begin(void)
 {
-    static const char *const kinds[] = {"", "alloc:", "thread:", "file:", "read:", "net:"};
+    static const char *const kinds[] = {"", "alloc:", "thread:", "file:", "flush:", "read:", "net:"};
     static const struct {
         const char *name;
         int number;
@@ -268,6 +270,13 @@ FILE_CALL(remove, (const char *path), (path), const char *)
 FILE_CALL(ftruncate, (int fd, off_t n), (fd, n), int, off_t)
 FILE_CALL(ftruncate64, (int fd, off64_t n), (fd, n), int, off64_t)
 FILE_CALL(flock, (int fd, int how), (fd, how), int, int)
+
+static int fault_flushing(uintptr_t caller)
+{
+    return fault_whole(FAULT_FLUSH, caller);
+}
+
+CALL(fault_flushing, int, fflush, EOF, (FILE * f), (f), FILE *)
 
 static int fault_fallocate(int fd, off64_t at, off64_t n, uintptr_t caller)
 {

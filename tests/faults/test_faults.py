@@ -48,11 +48,12 @@ DEADLINE = 2 if TCP else 20
 ERRORS = ('EIO', 'ENOSPC', 'SHORT', 'EINTR')
 NET_ERRORS = ('ECONNRESET', 'ENOBUFS', 'SHORT', 'EINTR')
 MODEL = ('--layers 1 --model-dim 8 --heads 2 --kv-heads 1 --head-dim 32 --ff-dim 8 --tokens 16 --data book').split()
-TRAINING = f'--ranks 2 --deadline {DEADLINE} --sample 2 --json j.json --trace t.json --save-every 1'.split()
+TRAINING = f'--ranks 2 --deadline {DEADLINE} --sample 2 --json j.json --trace t.json --log l.log --save-every 1'.split()
 COMPARISON = ('--method ulysses --method upipe --ranks 2 --heads 2 --kv-heads 1 --head-dim 32 --model-dim 8 --tokens 16 '
               f'--deadline {DEADLINE} --json j.json --trace traces --dump dump --data book').split()
 NAMED = 'Input/output error|No space left|Interrupted|the system does not say|a killed run has left'
-LEFT = re.compile(r'\.tmp(\.\d+)?(/|$)|\.old(\.\d+)?$|/\.lock$')  # what a call that removes it may leave where it fails
+LOCK = re.compile(r'/\.lock$')  # what a call that removes it may leave where it fails: without harm
+LEFT = re.compile(LOCK.pattern + r'|\.tmp(\.\d+)?(/|$)|\.old(\.\d+)?$')  # and with a sentence
 
 
 def without_times(value):
@@ -63,7 +64,9 @@ def without_times(value):
 
 
 def content(path, data):
-    """What must not differ between two runs; a result that is no JSON is nothing that a run makes."""
+    """What must not differ between two runs; a result that is no JSON is nothing that a run makes. Of a log whole lines."""
+    if path == 'l.log':
+        return without_times([{**json.loads(line), 'seconds': None} for line in data.split(b'\n')[:-1]])
     if not path.endswith('.json') or data.startswith(b'old '):
         return data
     try:
@@ -108,7 +111,7 @@ class Scene:
 
     killed = False  # other ranks end it, which then removes nothing
     # what a thread needs the C library allocates itself
-    named = {'alloc:': 'memory|thread of rank \\d+ did not start: ', 'thread:': 'thread', 'file:': NAMED, 'read:': NAMED,
+    named = {'alloc:': 'memory|thread of rank \\d+ did not start: ', 'thread:': 'thread', 'file:': NAMED, 'flush:': NAMED, 'read:': NAMED,
              'net:': 'connection|socket|listen|met rank|have come'}
     waits = 'deadline'  # what a rank says that has waited for the one that fails
 
@@ -146,9 +149,11 @@ class Scene:
         return int(read(path))
 
     def whole(self, path, now):
-        """A file is as it was, or as it is to be; a training that ended early has a part of the numbers."""
+        """A file is as it was, or as it is to be; a training that ended early has a part of the numbers, and of the log."""
         if now in (self.before.get(path), self.want.get(path), self.between.get(path)):
             return True
+        if path == 'l.log':
+            return now == self.want[path][:len(now)]
         return path == 'j.json' and part_of(now, self.want.get(path))
 
     def attempt(self, fault):
@@ -156,9 +161,9 @@ class Scene:
         done = self.start(self.words, fault)
         what = f'{self.name}, {fault}: status {done.returncode}, "{done.stderr.strip()}"'
         now = tree(self.work)
-        left = {path for path in now if LEFT.search(path)}
         if self.killed or fault.startswith(('file:', 'read:')):
-            now = {path: now[path] for path in now if path not in left}
+            may = LEFT if done.returncode or self.killed else LOCK # what stays is said
+            now = {path: now[path] for path in now if not may.search(path)}
         if done.returncode == 0:
             wrong = sorted(path for path in {**now, **self.want} if now.get(path) != self.want.get(path))
             ok = check(self.said is None or done.stdout == self.said, f'{what}: it says something else: {done.stdout}')
@@ -307,6 +312,8 @@ def faults(scene):
     yield 'all from one allocation on', [f'alloc:{n}+' for n in range(1, calls + 1)]
     calls = scene.count('file')
     yield 'a call that changes files', [f'file:{n}:{error}' for n in range(1, calls + 1) for error in ERRORS]
+    calls = scene.count('flush')
+    yield 'a flush', [f'flush:{n}' for n in range(1, calls + 1)]
     calls = scene.count('read')
     yield 'a call that reads', [f'read:{n}:{error}' for n in range(1, calls + 1) for error in ERRORS]
     calls = scene.count('thread')

@@ -126,7 +126,8 @@ static void fuzz_adapter(const char *text, size_t n)
     llama_adapter a;
     put("adapter_config.json", text, n);
     memset(&a, 0, sizeof a);
-    if (!accepted(llama_adapter_read(&lora, in("adapter_config.json"), &err), &err) ||
+    if (!accepted(llama_adapter_read(&lora, config.layers, in("adapter_config.json"), &err), &err) ||
+        lora.targets == 0 || /* the tensors say */
         !accepted(llama_adapter_layout(&a, &lora, &config, "adapter", &err), &err))
         return;
     CHECK(llama_lora_parse(&again, a.flag) == 0);

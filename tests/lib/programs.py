@@ -92,7 +92,7 @@ def limit_files(size):
 def npy(values, descr='<i4', shape=None):
     """The bytes of such a file."""
     head = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape or f'({len(values)},)'}, }}".ljust(117) + '\n'
-    data = array.array({'<i4': 'i', '<i8': 'q', '<f4': 'f'}[descr], list(values)).tobytes()
+    data = array.array({'<i4': 'i', '<i8': 'q', '<f4': 'f', '|u1': 'B', '|b1': 'B'}[descr], list(values)).tobytes()
     return b'\x93NUMPY\x01\x00' + struct.pack('<H', len(head)) + head.encode() + data
 
 

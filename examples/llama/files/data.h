@@ -39,7 +39,8 @@ typedef struct data_request {
     token_type type;          /* of raw files */
     int64_t end_token;        /* documents end with it; -1: the index says where */
     int joined, by_documents; /* documents are one text all the same; they are shuffled, not windows */
-    const char *mask;         /* a token file, of raw u8: 0 where a token is no target; NULL: none */
+    const char *mask;         /* a token file, or raw u8: 0 where a token is no target; NULL: none */
+    int held;                 /* --eval and --eval-mask name them, for sentences */
     int64_t tokens, vocab;    /* of a window, 1 to 2^62 */
 } data_request;
 
@@ -75,9 +76,16 @@ static inline void data_close(corpus *d)
 
 /* ---- opening ---- */
 
-/* A text is bytes, and is not asked what else it could be. */
-static inline int data_open_text(corpus *d, const char *path)
+/* The flag that names what is read. */
+static inline const char *data_flag(const data_request *q)
 {
+    return q->held ? "--eval" : q->text != NULL ? "--data" : "--tokens-file";
+}
+
+/* A text is bytes, and is not asked what else it could be. */
+static inline int data_open_text(corpus *d, const data_request *q)
+{
+    const char *const path = q->text;
     token_file *f = (token_file *)calloc(1, sizeof *f);
     const char *why;
     if (f == NULL) return cli_fail("out of memory: the text %s", path);
@@ -85,19 +93,20 @@ static inline int data_open_text(corpus *d, const char *path)
     d->ids.files = 1;
     if ((f->path = strdup(path)) == NULL) return cli_fail("out of memory: the text %s", path);
     if (mapped_open(&f->map, f->path, &why) != 0)
-        return cli_fail("the text %s cannot be read: %s", path, why);
+        return cli_fail("%s %s cannot be read: %s", data_flag(q), path, why);
     f->type = TOKEN_U8;
     f->n = d->ids.n = d->ids.bytes = f->map.bytes;
-    return f->n > 0 ? 0 : cli_fail("the text %s is empty", path);
+    return f->n > 0 ? 0 : cli_fail("%s %s is empty", data_flag(q), path);
 }
 
 static inline int data_open_mask(corpus *d, const data_request *q)
 {
+    const char *const flag = q->held ? "--eval-mask" : "--loss-mask";
     if (q->mask == NULL) return 0;
-    if (tokens_open(&d->mask, "the loss mask", q->mask, TOKEN_U8) != 0) return -1;
+    if (tokens_open(&d->mask, flag, q->mask, NULL, TOKEN_U8) != 0) return -1;
     if (d->mask.n == d->ids.n) return 0;
-    return cli_fail("the loss mask %s has %lld numbers, but there are %lld tokens", q->mask,
-                    (long long)d->mask.n, (long long)d->ids.n);
+    return cli_fail("%s %s has %lld numbers, but there are %lld tokens", flag, q->mask, (long long)d->mask.n,
+                    (long long)d->ids.n);
 }
 
 /* What the indices say, where there are any. */
@@ -113,14 +122,14 @@ static inline int data_open_documents(corpus *d)
 static inline int data_open_all(corpus *d, const data_request *q)
 {
     const char *const name = q->text != NULL ? q->text : q->files;
-    if (q->text != NULL ? data_open_text(d, name) : tokens_open(&d->ids, "the token file", name, q->type))
+    if (q->text != NULL ? data_open_text(d, q)
+                        : tokens_open(&d->ids, data_flag(q), name, "--token-type", q->type))
         return -1;
     if (d->ids.n - 1 < q->tokens)
         return cli_fail(
-            "the %s %s has %lld %s, but a sequence of %lld tokens needs %lld: one more is the last "
-            "target",
-            q->text != NULL ? "text" : "token file", name, (long long)d->ids.n,
-            q->text != NULL ? "bytes" : "tokens", (long long)q->tokens, (long long)q->tokens + 1);
+            "%s %s has %lld %s, but a sequence of %lld tokens needs %lld: one more is the last target",
+            data_flag(q), name, (long long)d->ids.n, q->text != NULL ? "bytes" : "tokens",
+            (long long)q->tokens, (long long)q->tokens + 1);
     if (data_open_mask(d, q) != 0 || (q->end_token < 0 && data_open_documents(d) != 0)) return -1;
     if (q->by_documents && q->end_token < 0 && d->documents.n == 0)
         return cli_fail("%s does not say where documents end: to shuffle them needs an .idx or --end-token",
@@ -183,12 +192,16 @@ typedef struct data_scan_call {
     corpus *d;
     const data_request *q;
     uint64_t hash;
-    int file;          /* the one that is read */
-    int64_t at, id;    /* where an id is wrong, in its file, and which */
+    int file;       /* the one that is read */
+    int64_t at, id; /* where an id is wrong, in its file, and which */
+    int64_t half;   /* of a raw file of u16 the ids 0, 2, 4 ... from the first on that have a 0 behind them */
     int wrong, memory; /* an id is; it was out */
 } data_scan_call;
 
-enum { DATA_BLOCK = 1 << 18 /* tokens */ };
+enum {
+    DATA_BLOCK = 1 << 18, /* tokens */
+    DATA_HALVES = 16      /* ids at least of a file that is noted to look like one of u32 */
+};
 
 static inline void data_scan_ids(data_scan_call *c, const token_file *f, int64_t from, int64_t to)
 {
@@ -213,6 +226,8 @@ static inline void data_scan_body(void *user)
     const token_file *f = &c->d->ids.file[c->file];
     const int64_t each = token_bytes[f->type];
     int64_t i, n;
+    if (c->q->type == TOKEN_U16)
+        for (c->half = 0; 2 * c->half + 1 < f->n && token_file_at(f, 2 * c->half + 1) == 0;) ++c->half;
     c->hash = data_hash_long(c->hash, f->map.data, f->at);
     for (i = 0; i < f->n && !c->wrong && !c->memory; i += n) {
         n = f->n - i < DATA_BLOCK ? f->n - i : DATA_BLOCK;
@@ -249,13 +264,16 @@ static inline int data_scan(corpus *d, const data_request *q)
     c.hash = data_hash_start;
     if (q->end_token >= 0) d->documents.n = 0;
     for (; c.file < d->ids.files; ++c.file) {
-        const char *const path = d->ids.file[c.file].path;
+        const token_file *const f = &d->ids.file[c.file];
+        const char *const path = f->path;
         if (mapped_read(data_scan_body, &c) != 0 || mapped_read(data_scan_other, &c) != 0)
             return cli_fail("%s became shorter while it was read", path);
         if (c.memory) break;
         if (c.wrong)
             return cli_fail("%s: token %lld is %lld, the vocabulary has %lld", path, (long long)c.at,
                             (long long)c.id, (long long)d->vocab);
+        if (f->n >= DATA_HALVES && c.half == f->n / 2)
+            cli_note("%s: every second token is 0, as if the file were u32", path);
     }
     if (c.memory || (q->end_token >= 0 && documents_add(&d->documents, d->ids.n) != 0))
         return cli_fail("out of memory: the ends of %lld documents", (long long)d->documents.n);

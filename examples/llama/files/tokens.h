@@ -1,17 +1,19 @@
 /* tokens.h -- files of token ids, read as one sequence
  *
  *     token_files t;
- *     tokens_open(&t, "the token file", "shards.txt" or "@shards.txt", TOKEN_AUTO);    0, or -1 with the sentence out
+ *     tokens_open(&t, "--tokens-file", "ids.npy" or "@shards.txt", "--token-type", TOKEN_AUTO);
+ *                                                     0, or -1 with the sentence out
  *     id = tokens_at(&t, &file, i);                   under mapped_read; file: where the last one was, from 0
  *     tokens_close(&t);
  *
  * A name behind @ is a list: a path a line, from the list's folder on. Their ids are one sequence, in the list's order.
  * What a file is, it says:
  *
- *     .npy                 NumPy, version 1, one dimension: |u1 |b1 <u2 <u4 <i4
+ *     .npy                 NumPy, version 1, one dimension: |u1 |b1 <u2 <u4 <i4 <i8
  *     Megatron's .bin      ids alone; the .idx beside it says their type, and where documents end (documents.h):
- *                              "MMIDIDX\0\0", u64 1, u8 type (1 u8, 4 i32, 8 u16), u64 sequences, u64 entries,
- *                              i32 [sequences] lengths, i64 [sequences] byte offsets, i64 [entries] first sequences
+ *                              "MMIDIDX\0\0", u64 1, u8 type (1 u8, 4 i32, 5 i64, 8 u16), u64 sequences,
+ *                              u64 entries, i32 [sequences] lengths, i64 [sequences] byte offsets,
+ *                              i64 [entries] first sequences
  *     llm.c's .bin         i32 [256]: 20240520, 1, ids (u16) or 20240801, 7, ids (u32); then the ids
  *     raw                  ids alone, whose type the caller says: none is guessed
  */
@@ -25,13 +27,14 @@
 #include "mapped.h"
 
 /* As --token-type has them. */
-typedef enum token_type { TOKEN_AUTO, TOKEN_U8, TOKEN_U16, TOKEN_U32, TOKEN_I32 } token_type;
+typedef enum token_type { TOKEN_AUTO, TOKEN_U8, TOKEN_U16, TOKEN_U32, TOKEN_I32, TOKEN_I64 } token_type;
 
-static const int token_bytes[] = {0, 1, 2, 4, 4};
+static const int token_bytes[] = {0, 1, 2, 4, 4, 8};
 
 typedef struct token_file {
     mapped_file map;
     mapped_file index; /* of Megatron; no data: none */
+    const char *flag;  /* which names it, for sentences */
     char *path, *index_path;
     token_type type;
     int64_t at;       /* bytes before the first id */
@@ -39,11 +42,16 @@ typedef struct token_file {
 } token_file;
 
 typedef struct token_files {
-    const char *what; /* for sentences: the token file */
     token_file *file;
     int files;
     int64_t n, bytes; /* of all files */
 } token_files;
+
+/* As tokens_open has it. */
+typedef struct tokens_call {
+    const char *flag, *type_flag;
+    token_type type;
+} tokens_call;
 
 enum { TOKENS_LIST_MAX = 16 << 20 /* bytes of a list */ };
 
@@ -55,6 +63,7 @@ static inline int64_t token_file_at(const token_file *f, int64_t i)
     uint16_t two;
     uint32_t four;
     int32_t whole;
+    int64_t wide;
     switch (f->type) {
     case TOKEN_U8:
         return *at;
@@ -64,6 +73,9 @@ static inline int64_t token_file_at(const token_file *f, int64_t i)
     case TOKEN_U32:
         memcpy(&four, at, sizeof four);
         return four;
+    case TOKEN_I64:
+        memcpy(&wide, at, sizeof wide);
+        return wide;
     default:
         memcpy(&whole, at, sizeof whole);
         return whole;
@@ -105,46 +117,52 @@ static inline int tokens_copy(const mapped_file *m, int64_t at, void *to, int64_
 }
 
 /* The file has what its header says, and no more. */
-static inline int tokens_sized(const token_file *f, const char *what, int64_t reported)
+static inline int tokens_sized(const token_file *f, int64_t reported)
 {
     const int64_t each = token_bytes[f->type], there = f->map.bytes - f->at;
     if (reported == there / each && there % each == 0) return 0;
-    return cli_fail("%s says %lld tokens of %lld bytes, but %lld bytes follow", what, (long long)reported,
-                    (long long)each, (long long)there);
+    return cli_fail("%s %s says %lld tokens of %lld bytes, but %lld bytes follow", f->flag, f->path,
+                    (long long)reported, (long long)each, (long long)there);
+}
+
+/* What stands behind a key of a .npy file's header, up to its ending; empty where there is no such key. */
+static inline void tokens_npy_value(char out[32], const char *text, const char *key, char ending)
+{
+    const char *const at = strstr(text, key), *const from = at != NULL ? at + strlen(key) : "",
+                      *const to = strchr(from, ending);
+    snprintf(out, 32, "%.*s", to != NULL ? (int)(to - from) : 0, from);
 }
 
 /* The header's text has {'descr': '<u2', 'fortran_order': False, 'shape': (123,), } */
 static inline int tokens_npy(token_file *f)
 {
-    static const struct {
-        const char *descr;
-        token_type type;
-    } known[] = {{"'|u1'", TOKEN_U8},
-                 {"'|b1'", TOKEN_U8},
-                 {"'<u2'", TOKEN_U16},
-                 {"'<u4'", TOKEN_U32},
-                 {"'<i4'", TOKEN_I32}};
+    static const char *const known[] = {"|u1", "|b1", "<u2", "<u4", "<i4", "<i8"};
+    static const token_type types[] = {TOKEN_U8, TOKEN_U8, TOKEN_U16, TOKEN_U32, TOKEN_I32, TOKEN_I64};
     unsigned char lead[10] = {0};
-    char text[4096], *end = NULL;
-    const char *descr, *shape;
+    char text[4096], descr[32], shape[32], *end = NULL;
     int64_t length, n;
     size_t i;
     if (f->map.bytes >= 10 && tokens_copy(&f->map, 0, lead, 10) != 0) return -1;
     length = lead[8] | lead[9] << 8;
+    if (lead[6] > 1)
+        return cli_fail("%s %s is a .npy file of version %d; version 1 is read", f->flag, f->path, lead[6]);
     if (lead[6] != 1 || length >= (int64_t)sizeof text || length > f->map.bytes - 10)
-        return cli_fail("%s is no whole .npy file of version 1", f->path);
+        return cli_fail("%s %s is no whole .npy file: its header is cut or damaged", f->flag, f->path);
     if (tokens_copy(&f->map, 10, text, length) != 0) return -1;
     text[length] = '\0';
-    descr = strstr(text, "'descr': ");
-    shape = strstr(text, "'shape': (");
-    for (i = 0; descr != NULL && i < sizeof known / sizeof *known; ++i)
-        if (strncmp(descr + 9, known[i].descr, strlen(known[i].descr)) == 0) f->type = known[i].type;
+    tokens_npy_value(descr, text, "'descr': '", '\'');
+    tokens_npy_value(shape, text, "'shape': (", ')');
+    for (i = 0; i < sizeof known / sizeof *known; ++i)
+        if (strcmp(descr, known[i]) == 0) f->type = types[i];
+    if (f->type == TOKEN_AUTO)
+        return cli_fail("%s %s: its numbers are '%s'; read are u1, b1, u2, u4, i4 and i8, little-endian",
+                        f->flag, f->path, descr);
     errno = 0;
-    n = shape != NULL ? strtoll(shape + 10, &end, 10) : -1;
-    if (f->type == TOKEN_AUTO || n < 0 || errno != 0 || strncmp(end, ",)", 2) != 0)
-        return cli_fail("%s is no .npy file of u1, u2, u4 or i4 in one dimension, little-endian", f->path);
+    n = strtoll(shape, &end, 10);
+    if (end == shape || n < 0 || errno != 0 || strcmp(end, ",") != 0)
+        return cli_fail("%s %s: its shape is (%s); one dimension is read", f->flag, f->path, shape);
     f->at = 10 + length;
-    return tokens_sized(f, f->path, n);
+    return tokens_sized(f, n);
 }
 
 /* llm.c's; 0 if it is another one's */
@@ -156,11 +174,11 @@ static inline int tokens_llmc(token_file *f)
     if (head[0] != 20240520 && head[0] != 20240801) return 0;
     if (head[1] != (head[0] == 20240520 ? 1 : 7) || head[2] < 0)
         return cli_fail(
-            "%s begins as llm.c's files of tokens do (%d), but its version is %d and its length %d", f->path,
-            (int)head[0], (int)head[1], (int)head[2]);
+            "%s %s begins as llm.c's files of tokens do (%d), but its version is %d and its length %d",
+            f->flag, f->path, (int)head[0], (int)head[1], (int)head[2]);
     f->type = head[0] == 20240520 ? TOKEN_U16 : TOKEN_U32;
     f->at = sizeof head;
-    return tokens_sized(f, f->path, head[2]);
+    return tokens_sized(f, head[2]);
 }
 
 enum { TOKENS_INDEX_HEAD = 34 };
@@ -189,16 +207,18 @@ static inline int tokens_index_head(const token_file *f, int64_t *sequences, int
 /* Megatron's, by the index beside it. */
 static inline int tokens_megatron(token_file *f)
 {
+    static const token_type types[] = {TOKEN_AUTO, TOKEN_U8,   TOKEN_AUTO, TOKEN_AUTO, TOKEN_I32,
+                                       TOKEN_I64,  TOKEN_AUTO, TOKEN_AUTO, TOKEN_U16};
     int64_t sequences, entries;
     const char *why;
     int type;
     if (mapped_open(&f->index, f->index_path, &why) != 0)
-        return cli_fail("the index %s cannot be read: %s", f->index_path, why);
+        return cli_fail("%s: the index %s cannot be read: %s", f->flag, f->index_path, why);
     if (tokens_index_head(f, &sequences, &entries, &type) != 0) return -1;
-    f->type = type == 1 ? TOKEN_U8 : type == 4 ? TOKEN_I32 : type == 8 ? TOKEN_U16 : TOKEN_AUTO;
+    f->type = type < (int)(sizeof types / sizeof *types) ? types[type] : TOKEN_AUTO;
     return f->type != TOKEN_AUTO
                ? 0
-               : cli_fail("%s: its tokens are of type %d; read are 1 (u8), 4 (i32) and 8 (u16)",
+               : cli_fail("%s: its tokens are of type %d; read are 1 (u8), 4 (i32), 5 (i64) and 8 (u16)",
                           f->index_path, type);
 }
 
@@ -221,8 +241,8 @@ static inline int tokens_find_index(token_file *f)
     return bad;
 }
 
-/* Its type and its ids; type: of raw files. */
-static inline int tokens_kind(const token_files *t, token_file *f, token_type type)
+/* Its type and its ids. */
+static inline int tokens_kind(token_file *f, const tokens_call *c)
 {
     unsigned char lead[6] = {0};
     int bad = 0;
@@ -235,16 +255,19 @@ static inline int tokens_kind(const token_files *t, token_file *f, token_type ty
     else
         bad = tokens_llmc(f);
     if (bad) return -1;
-    if (f->type != TOKEN_AUTO && type != TOKEN_AUTO)
-        return cli_fail("%s says itself what its tokens are: --token-type is for raw files", f->path);
-    if (f->type == TOKEN_AUTO) f->type = type;
+    if (f->type != TOKEN_AUTO && c->type != TOKEN_AUTO && c->type_flag != NULL)
+        return cli_fail("%s %s says itself what its tokens are: %s is for raw files", f->flag, f->path,
+                        c->type_flag);
+    if (f->type == TOKEN_AUTO) f->type = c->type;
+    if (f->type == TOKEN_AUTO && c->type_flag == NULL)
+        return cli_fail("%s %s is no .npy, has no header of llm.c's and no .idx beside it", f->flag, f->path);
     if (f->type == TOKEN_AUTO)
         return cli_fail(
             "%s %s is no .npy, has no header of llm.c's and no .idx beside it: if its ids are all that is "
-            "in it, --token-type says their type",
-            t->what, f->path);
+            "in it, %s says their type",
+            f->flag, f->path, c->type_flag);
     if ((f->map.bytes - f->at) % token_bytes[f->type] != 0)
-        return cli_fail("%s %s has %lld bytes, which are no tokens of %d bytes", t->what, f->path,
+        return cli_fail("%s %s has %lld bytes, which are no tokens of %d bytes", f->flag, f->path,
                         (long long)f->map.bytes, token_bytes[f->type]);
     f->n = (f->map.bytes - f->at) / token_bytes[f->type];
     return 0;
@@ -266,8 +289,8 @@ static inline void tokens_close(token_files *t)
 }
 
 /* One more file, of this name: n bytes, behind the folder's where they do not begin with a slash. */
-static inline int tokens_add(token_files *t, const char *folder, int folder_n, const char *name, int n,
-                             token_type type)
+static inline int tokens_add(token_files *t, const tokens_call *c, const char *folder, int folder_n,
+                             const char *name, int n)
 {
     token_file *more = (token_file *)realloc(t->file, (size_t)(t->files + 1) * sizeof *more), *f;
     const int from = name[0] == '/' ? 0 : folder_n;
@@ -276,12 +299,13 @@ static inline int tokens_add(token_files *t, const char *folder, int folder_n, c
     t->file = more;
     f = &more[t->files++];
     memset(f, 0, sizeof *f);
+    f->flag = c->flag;
     f->path = (char *)malloc((size_t)from + (size_t)n + 1);
     if (f->path == NULL) return cli_fail("out of memory: the name of a file");
     sprintf(f->path, "%.*s%.*s", from, folder, n, name);
     if (mapped_open(&f->map, f->path, &why) != 0)
-        return cli_fail("%s %s cannot be read: %s", t->what, f->path, why);
-    if (tokens_kind(t, f, type) != 0) return -1;
+        return cli_fail("%s %s cannot be read: %s", f->flag, f->path, why);
+    if (tokens_kind(f, c) != 0) return -1;
     f->first = t->n;
     t->n += f->n;
     t->bytes += f->map.bytes;
@@ -289,38 +313,42 @@ static inline int tokens_add(token_files *t, const char *folder, int folder_n, c
 }
 
 /* The files that a list names. */
-static inline int tokens_list(token_files *t, const char *path, token_type type)
+static inline int tokens_list(token_files *t, const tokens_call *c, const char *path)
 {
     const char *slash = strrchr(path, '/'), *why;
     const int folder = slash != NULL ? (int)(slash + 1 - path) : 0;
     mapped_file list;
     char *text, *at, *end;
     int bad;
-    if (mapped_open(&list, path, &why) != 0) return cli_fail("the list %s cannot be read: %s", path, why);
+    if (mapped_open(&list, path, &why) != 0)
+        return cli_fail("%s: the list %s cannot be read: %s", c->flag, path, why);
     text = list.bytes < TOKENS_LIST_MAX ? (char *)calloc((size_t)list.bytes + 1, 1) : NULL;
-    bad = text == NULL ? cli_fail("the list %s has %lld bytes, for which there is no memory", path,
-                                  (long long)list.bytes)
+    bad = text == NULL ? cli_fail("%s: the list %s has %lld bytes, for which there is no memory", c->flag,
+                                  path, (long long)list.bytes)
                        : list.bytes > 0 && tokens_copy(&list, 0, text, list.bytes) != 0;
+    if (!bad && strlen(text) < (size_t)list.bytes)
+        bad = cli_fail("%s: byte %zu of the list %s is 0, which no path has", c->flag, strlen(text), path);
     mapped_close(&list);
     for (at = text; !bad && *at != '\0'; at = end + (*end != '\0')) {
         end = at + strcspn(at, "\n");
-        if (end > at) bad = tokens_add(t, path, folder, at, (int)(end - at), type);
+        if (end > at) bad = tokens_add(t, c, path, folder, at, (int)(end - at));
     }
     free(text);
-    return bad == 0 && t->files == 0 ? cli_fail("the list %s names no file", path) : bad;
+    return bad == 0 && t->files == 0 ? cli_fail("%s: the list %s names no file", c->flag, path) : bad;
 }
 
 /* tokens_open -- the files of a name, or of a list
- *   what   stands before a name in sentences; stays the caller's
- *   type   of raw files; TOKEN_AUTO: there must be none
+ *   flag       stands before a name in sentences; stays the caller's
+ *   type       of raw files; TOKEN_AUTO: there must be none
+ *   type_flag  says the type, which no other file may have then; NULL: none does
  * 0, or -1 with the sentence out; tokens_close all the same
  */
-static inline int tokens_open(token_files *t, const char *what, const char *name, token_type type)
+static inline int tokens_open(token_files *t, const char *flag, const char *name, const char *type_flag,
+                              token_type type)
 {
+    const tokens_call c = {flag, type_flag, type};
     memset(t, 0, sizeof *t);
-    t->what = what;
-    return name[0] == '@' ? tokens_list(t, name + 1, type)
-                          : tokens_add(t, "", 0, name, (int)strlen(name), type);
+    return name[0] == '@' ? tokens_list(t, &c, name + 1) : tokens_add(t, &c, "", 0, name, (int)strlen(name));
 }
 
 #endif

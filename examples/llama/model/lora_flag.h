@@ -10,7 +10,7 @@ enum { LLAMA_LORA_TEXT = 64, LLAMA_LORA_RANK_MAX = 1024 };
 
 static const char *const llama_lora_names[LLAMA_LORAS] = {"q", "k", "v", "o", "gate", "up", "down"};
 
-/* The bits of names with commas between them; 0: one is none. */
+/* The bits of names with commas between them; 0: one is none, or is there twice. */
 static inline unsigned llama_lora_targets(char *text)
 {
     unsigned bits = 0;
@@ -20,7 +20,7 @@ static inline unsigned llama_lora_targets(char *text)
         end = strchr(text, ',');
         if (end != NULL) *end++ = '\0';
         for (i = 0; i < LLAMA_LORAS && strcmp(text, llama_lora_names[i]) != 0;) ++i;
-        if (i == LLAMA_LORAS) return 0;
+        if (i == LLAMA_LORAS || (bits >> i & 1)) return 0;
         bits |= 1u << i;
     }
     return bits;

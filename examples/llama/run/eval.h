@@ -22,7 +22,13 @@ static inline void run_eval_note(run *u, int64_t step, const trainer_score *sum)
     e->step = step;
     e->targets = sum->targets;
     e->loss = (double)sum->nats / TRAINER_NAT / (double)(sum->targets > 0 ? sum->targets : 1);
-    if (sum->broken > 0) e->loss = NAN;
+    if (sum->broken > 0) {
+        e->loss = NAN;
+        u->broke =
+            cli_fail("step %lld: the loss of --eval is no number: %lld of its %lld targets have none that is "
+                     "finite and can be summed",
+                     (long long)step, (long long)sum->broken, (long long)sum->targets);
+    }
     if (world_is_root(&u->net) && (u->o.progress || cli_clock(NULL) - u->begun >= RUN_LINE_FIRST))
         fprintf(stderr, "step %lld/%lld  evaluation: loss %.4f  perplexity %.4f  %lld targets\n",
                 (long long)step, (long long)u->o.steps, e->loss, exp(e->loss), (long long)e->targets);
@@ -34,7 +40,8 @@ static inline void run_eval_note(run *u, int64_t step, const trainer_score *sum)
     run_log_flush(u);
 }
 
-/* All ranks together; a signal ends it between two batches, and then there is no value. */
+/* All ranks together; a signal ends it between two batches, and then there is no value. One that is no number ends the
+ * training, as a step's loss does. */
 static inline upipe_status run_evaluate(run *u, run_rank *k)
 {
     const int64_t batch = k->m.plan.desc.batch;
@@ -53,6 +60,10 @@ static inline upipe_status run_evaluate(run *u, run_rank *k)
         return UPIPE_OK;
     }
     if (k->t.world->rank == u->net.first) run_eval_note(u, k->step, &sum);
+    if (sum.broken > 0) {
+        k->ended = 1;
+        k->keep = 0; /* an older checkpoint may be the one to go on from */
+    }
     return UPIPE_OK;
 }
 

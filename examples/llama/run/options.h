@@ -211,6 +211,7 @@ static inline data_request options_eval_request(const options *o, int64_t vocab)
     q.files = o->data != NULL ? NULL : o->eval;
     q.by_documents = 0;
     q.mask = o->eval_mask;
+    q.held = 1;
     return q;
 }
 

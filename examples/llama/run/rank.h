@@ -174,10 +174,9 @@ static inline upipe_status run_write_sample(run *u, run_rank *k)
     if (buf == NULL) return upipe_fail(&k->c.err, UPIPE_ERR_MEMORY, "no memory for the sample");
     t->r.m = &k->sampled;
     s = sample_text(&t->r, t->world, &request, buf, u->o.sample, &made, t->gathered);
-    if (is_first)
-        u->sample_n = made;
-    else
-        free(buf);
+    if (!is_first) free(buf);
+    if (is_first) u->sample_n = made;
+    if (is_first && made < 0) u->broke = cli_fail("the sample: a logit is not finite; nothing is drawn");
     return s;
 }
 

@@ -456,8 +456,7 @@ static int report_reserve(run *u, files *all)
     bad = report_reserve_file(u, all, "json", u->o.json) != 0 ||
           report_reserve_file(u, all, "trace", u->o.trace) != 0 ||
           report_reserve_file(u, all, "log", u->o.log) != 0;
-    files_abandon(all);
-    return bad ? -1 : 0;
+    return files_abandon(all) != 0 || bad ? -1 : 0;
 }
 
 #endif

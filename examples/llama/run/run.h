@@ -88,7 +88,7 @@ typedef struct run {
     int64_t sample_n;   /* of them; -1: no sample was made */
     int lost;           /* nonzero: a file of the data has changed; the sentence is out */
     int failed;         /* a rank aborted, or a promise was broken */
-    int broke;          /* nonzero: a step's loss or gradient is not finite; the sentence is out */
+    int broke; /* nonzero: a loss, a gradient or a logit of the sample is not finite; the sentence is out */
 } run;
 
 /* Sequences of a step, of all replicas. */

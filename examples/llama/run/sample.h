@@ -50,14 +50,17 @@ static inline upipe_status sample_model(model *m, const model *trained, upipe_er
     return s;
 }
 
-/* One of n tokens by the softmax of their logits, which become its terms; tokens beyond them are never sampled. */
+/* One of n tokens by the softmax of their logits, which become its terms; tokens beyond them are never sampled. -1: a
+ * logit is not finite. */
 static inline int64_t sample_choose(const float *logits, double *terms, int64_t n, double temperature,
                                     double uniform)
 {
     double sum = 0;
     int64_t i, best = 0;
-    for (i = 1; i < n; ++i)
+    for (i = 0; i < n; ++i) {
+        if (!isfinite(logits[i])) return -1;
         if (logits[i] > logits[best]) best = i;
+    }
     if (temperature == 0) return best;
     for (i = 0; i < n; ++i) sum += terms[i] = exp(((double)logits[i] - logits[best]) / temperature);
     uniform *= sum;
@@ -73,8 +76,9 @@ typedef struct sample_buf {
     int64_t *gathered;         /* [ranks][2] */
 } sample_buf;
 
-/* The token after the last of `used` tokens of history, into *token; *stop: some rank wants to end. Every rank
- * computes the logits of a row, that of the last token or one that is not needed: so all hold the same. */
+/* The token after the last of `used` tokens of history, into *token, or -1 where a logit is not finite; *stop: some rank
+ * wants to end. Every rank computes the logits of a row, that of the last token or one that is not needed: so all hold
+ * the same. */
 static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_buf *buf, int64_t used,
                                        const sample_request *request, double uniform, int32_t *token,
                                        int *stop)
@@ -115,7 +119,7 @@ static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const s
 }
 
 /* sample_text -- n tokens after the prompt, of which the last `context` tokens count; *made are fewer if some
- *                rank wants to end
+ *                rank wants to end, and -1 if a logit is not finite
  *   r         of a model from sample_model; tokens has space for it
  *   world     all ranks
  *   gathered  space for [ranks][2] numbers
@@ -144,7 +148,8 @@ static inline upipe_status sample_text(model_rank *r, upipe_comm *world, const s
         double uniform =
             (double)(data_mix(request->seed + (uint64_t)i * 0x9e3779b97f4a7c15u) >> 11) * 0x1p-53;
         s = sample_next(r, world, &buf, used, request, uniform, &token, &stop);
-        if (s != UPIPE_OK || token == request->stop_token) break;
+        if (s == UPIPE_OK && token < 0) *made = -1;
+        if (s != UPIPE_OK || token < 0 || token == request->stop_token) break;
         if (used == context) {
             memmove(history, history + 1, (size_t)(context - 1) * sizeof *history);
             --used;

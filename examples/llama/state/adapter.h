@@ -6,9 +6,10 @@
  *     llama_load_adapter(c, &a, &state);                             A and B, into a layout that has them
  *     llama_adapter_close(&a);
  *
- * Tensors have the layout's names behind LLAMA_ADAPTER_PREFIX. A key of the config is used, changes nothing that is
- * computed here, or must say that it is off (null, false, 0, empty): else it is refused by its name. Functions return 0, or
- * fill *err with a sentence and return -1. An open adapter is constant: threads may share it.
+ * Tensors have the layout's names behind LLAMA_ADAPTER_PREFIX. Where target_modules is a pattern, they say which
+ * projections of a layer it means; all layers have the same. A key of the config is used, changes nothing that is
+ * computed here, or must say that it is off (null, false, 0, empty): else it is refused by its name. Functions return
+ * 0, or fill *err with a sentence and return -1. An open adapter is constant: threads may share it.
  */
 #ifndef LLAMA_ADAPTER_H
 #define LLAMA_ADAPTER_H
@@ -34,20 +35,65 @@ static inline const char *llama_adapter_target(int i)
     return strchr(llama_lora_parts[i], '.') + 1;
 }
 
-static inline int llama_adapter_targets(llama_lora *l, const json_t *root, const char *path, upipe_err *err)
+/* The number of the projection that an entry of target_modules names, and of its layer, or -1: of all layers.
+ * LLAMA_LORAS: of none. */
+static inline int llama_adapter_module(const char *name, int64_t layers, int64_t *layer)
 {
-    const json_t *list = json_object_get(root, "target_modules");
+    static const char *const before[] = {"model.layers.", "layers.", ""};
+    char whole[64];
+    size_t k;
+    int i;
+    for (i = 0; i < LLAMA_LORAS; ++i) {
+        *layer = -1;
+        if (strcmp(name, llama_adapter_target(i)) == 0 || strcmp(name, llama_lora_parts[i]) == 0) return i;
+        for (k = 0; k < sizeof before / sizeof *before; ++k) {
+            if (strncmp(name, before[k], strlen(before[k])) != 0) continue;
+            *layer = strtoll(name + strlen(before[k]), NULL, 10);
+            snprintf(whole, sizeof whole, "%s%" PRId64 ".%s", before[k], *layer, llama_lora_parts[i]);
+            if (*layer >= 0 && *layer < layers && strcmp(name, whole) == 0) return i;
+        }
+    }
+    return LLAMA_LORAS;
+}
+
+/* The projections that a list names, the same ones of all layers. of[layer]: no bits. */
+static inline int llama_adapter_list(llama_lora *l, const json_t *list, int64_t layers, unsigned *of,
+                                     const char *path, upipe_err *err)
+{
+    unsigned all = 0;
+    int64_t layer;
     size_t at;
     int i;
     for (at = 0; at < json_array_size(list); ++at) {
         const char *name = json_string_value(json_array_get(list, at));
-        for (i = 0; i < LLAMA_LORAS && name != NULL && strcmp(name, llama_adapter_target(i)) != 0;) ++i;
-        if (name == NULL || i == LLAMA_LORAS)
-            return llama_config_fail(err, path, "target_modules has %.40s, which is no projection of a layer",
+        i = name != NULL ? llama_adapter_module(name, layers, &layer) : LLAMA_LORAS;
+        if (i == LLAMA_LORAS)
+            return llama_config_fail(err, path, "target_modules has %.60s, which is no projection of a layer",
                                      name != NULL ? name : "what is no string");
+        *(layer < 0 ? &all : &of[layer]) |= 1u << i;
         l->targets |= 1u << i;
     }
+    for (layer = 0; layer < layers; ++layer)
+        if ((l->targets & ~(all | of[layer])) != 0)
+            return llama_config_fail(
+                err, path, "target_modules has no projection of layer %" PRId64 " that it has of others",
+                layer);
     return l->targets != 0 ? 0 : llama_config_fail(err, path, "target_modules is no list of projections");
+}
+
+/* None of a pattern: the tensors say which. */
+static inline int llama_adapter_targets(llama_lora *l, const json_t *root, int64_t layers, const char *path,
+                                        upipe_err *err)
+{
+    const json_t *list = json_object_get(root, "target_modules");
+    unsigned *of;
+    int bad;
+    if (json_is_string(list)) return 0;
+    of = (unsigned *)calloc((size_t)layers, sizeof *of);
+    bad = of == NULL ? llama_config_lost(err, UPIPE_ERR_MEMORY, path, "memory is out", "")
+                     : llama_adapter_list(l, list, layers, of, path, err);
+    free(of);
+    return bad;
 }
 
 /* What is off changes nothing. */
@@ -63,10 +109,10 @@ static inline int llama_adapter_known(const json_t *root, const char *path, upip
     static const char idle[] =
         " r lora_alpha target_modules lora_dropout base_model_name_or_path revision peft_version inference_mode "
         "auto_mapping megatron_core qalora_group_size ";
-    static const char *const words[][2] = {{"peft_type", "LORA"},
-                                           {"task_type", "CAUSAL_LM"},
-                                           {"bias", "none"},
-                                           {"init_lora_weights", "gaussian"}};
+    static const char *const words[][2] = {{"peft_type", " LORA "},
+                                           {"task_type", " CAUSAL_LM "},
+                                           {"bias", " none "},
+                                           {"init_lora_weights", " gaussian orthogonal "}};
     const char *name;
     json_t *value;
     size_t i;
@@ -74,33 +120,38 @@ static inline int llama_adapter_known(const json_t *root, const char *path, upip
     {
         const char *word = json_string_value(value);
         if (llama_is_word(idle, name) || llama_adapter_off(value)) continue;
-        if (strcmp(name, "init_lora_weights") == 0 && json_is_true(value)) continue;
+        if (llama_is_word(" init_lora_weights use_rslora ", name) && json_is_true(value)) continue;
         for (i = 0; i < sizeof words / sizeof *words && strcmp(name, words[i][0]) != 0;) ++i;
         if (i == sizeof words / sizeof *words)
             return llama_config_fail(err, path, "%.60s is set, and not built", name);
-        if (word == NULL || strcmp(word, words[i][1]) != 0)
-            return llama_config_fail(err, path, "%s is %.40s; only %s is built", name,
-                                     word != NULL ? word : "no string", words[i][1]);
+        if (word == NULL || !llama_is_word(words[i][1], word))
+            return llama_config_fail(err, path, "%s is %.40s, which is not built", name,
+                                     word != NULL ? word : "no string");
     }
     return 0;
 }
 
-static inline int llama_adapter_numbers(llama_lora *l, const json_t *root, const char *path, upipe_err *err)
+/* With use_rslora s is alpha / sqrt(r): alpha becomes that of alpha / r. */
+static inline int llama_adapter_numbers(llama_lora *l, const json_t *root, int64_t layers, const char *path,
+                                        upipe_err *err)
 {
     const json_t *rank = json_object_get(root, "r"), *alpha = json_object_get(root, "lora_alpha");
+    const int by_root = json_is_true(json_object_get(root, "use_rslora"));
     memset(l, 0, sizeof *l);
     if (!json_is_integer(rank) || json_integer_value(rank) < 1 ||
         json_integer_value(rank) > LLAMA_LORA_RANK_MAX)
         return llama_config_fail(err, path, "r is not a whole number from 1 to %d", LLAMA_LORA_RANK_MAX);
     l->rank = (int)json_integer_value(rank);
     l->alpha = json_number_value(alpha);
+    if (by_root) l->alpha *= sqrt(l->rank);
     if (!(l->alpha > 0 && l->alpha <= LLAMA_LORA_ALPHA_MAX))
-        return llama_config_fail(err, path, "lora_alpha is not a number above 0, of at most %g",
-                                 LLAMA_LORA_ALPHA_MAX);
-    return llama_adapter_targets(l, root, path, err) || llama_adapter_known(root, path, err) ? -1 : 0;
+        return llama_config_fail(err, path, "lora_alpha%s is not a number above 0, of at most %g",
+                                 by_root ? " times sqrt(r)" : "", LLAMA_LORA_ALPHA_MAX);
+    return llama_adapter_targets(l, root, layers, path, err) || llama_adapter_known(root, path, err) ? -1 : 0;
 }
 
-static inline int llama_adapter_read(llama_lora *l, const char *path, upipe_err *err)
+/* layers: of the model */
+static inline int llama_adapter_read(llama_lora *l, int64_t layers, const char *path, upipe_err *err)
 {
     char why[JSON_LOAD_WHY];
     json_t *root;
@@ -113,7 +164,7 @@ static inline int llama_adapter_read(llama_lora *l, const char *path, upipe_err 
     free(text);
     if (lost) return llama_config_lost(err, UPIPE_ERR_MEMORY, path, why, "");
     if (root == NULL) return llama_config_fail(err, path, "%s", why);
-    bad = json_is_object(root) ? llama_adapter_numbers(l, root, path, err)
+    bad = json_is_object(root) ? llama_adapter_numbers(l, root, layers, path, err)
                                : llama_config_fail(err, path, "is not a JSON object");
     json_decref(root);
     return bad;
@@ -145,6 +196,21 @@ static inline int llama_adapter_check(const llama_adapter *a, upipe_err *err)
     return st_fail(err, a->f.path, "has %d tensors, not the %d of its config and this model", a->f.n, n);
 }
 
+/* The projections that the file has tensors of. */
+static inline int llama_adapter_found(llama_lora *l, const st_file *f, upipe_err *err)
+{
+    char tail[64];
+    int i, k;
+    for (i = 0; i < LLAMA_LORAS; ++i) {
+        const size_t n = (size_t)snprintf(tail, sizeof tail, ".%s.lora_A.weight", llama_lora_parts[i]);
+        for (k = 0; k < f->n; ++k) {
+            const size_t length = strlen(f->tensors[k].name);
+            if (length > n && strcmp(f->tensors[k].name + length - n, tail) == 0) l->targets |= 1u << i;
+        }
+    }
+    return l->targets != 0 ? 0 : st_fail(err, f->path, "has no tensor of a projection of a layer");
+}
+
 static inline int llama_adapter_layout(llama_adapter *a, const llama_lora *lora, const llama_config *config,
                                        const char *path, upipe_err *err)
 {
@@ -171,6 +237,15 @@ static inline void llama_adapter_close(llama_adapter *a)
     llama_layout_free(&a->layout);
 }
 
+static inline int llama_adapter_file(st_file *f, const char *folder, upipe_err *err)
+{
+    char path[LLAMA_PATH];
+    if (llama_path_in(path, folder, LLAMA_ADAPTER_MODEL, err) ||
+        (access(path, F_OK) != 0 && llama_pickled(folder, "adapter_model.bin", err)))
+        return -1;
+    return st_open(f, path, err);
+}
+
 /* llama_adapter_open -- an adapter of a model, whose names, shapes and types fit it; no weight is read */
 static inline int llama_adapter_open(llama_adapter *a, const char *folder, const llama_config *config,
                                      upipe_err *err)
@@ -178,15 +253,14 @@ static inline int llama_adapter_open(llama_adapter *a, const char *folder, const
     char path[LLAMA_PATH];
     llama_lora lora;
     memset(a, 0, sizeof *a);
-    if (llama_path_in(path, folder, LLAMA_ADAPTER_CONFIG, err) || llama_adapter_read(&lora, path, err) ||
-        llama_adapter_layout(a, &lora, config, path, err))
+    if (llama_path_in(path, folder, LLAMA_ADAPTER_CONFIG, err) ||
+        llama_adapter_read(&lora, config->layers, path, err) || llama_adapter_file(&a->f, folder, err))
         return -1;
-    if (llama_path_in(path, folder, LLAMA_ADAPTER_MODEL, err) || st_open(&a->f, path, err)) {
-        llama_layout_free(&a->layout);
-        return -1;
-    }
-    if (llama_adapter_check(a, err) == 0) return 0;
-    llama_adapter_close(a);
+    if ((lora.targets != 0 || llama_adapter_found(&lora, &a->f, err) == 0) &&
+        llama_adapter_layout(a, &lora, config, path, err) == 0 && llama_adapter_check(a, err) == 0)
+        return 0;
+    st_close(&a->f);
+    llama_layout_free(&a->layout);
     return -1;
 }
 

@@ -84,7 +84,8 @@ static inline int llama_adapter_commit(llama_save_work *s, const char *tensors)
     char path[LLAMA_PATH];
     upipe_err *err = &s->c->err;
     llama_lora lora;
-    if (llama_path_in(path, s->tmp, LLAMA_ADAPTER_CONFIG, err) || llama_adapter_read(&lora, path, err) ||
+    if (llama_path_in(path, s->tmp, LLAMA_ADAPTER_CONFIG, err) ||
+        llama_adapter_read(&lora, s->state->layout->config.layers, path, err) ||
         st_read_back(&s->optimizer, tensors, err) || llama_sync_folder(s->tmp, err))
         return -1;
     return llama_rename(s->tmp, s->whole, err);

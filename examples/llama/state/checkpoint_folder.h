@@ -36,6 +36,18 @@ static int llama_path_in(char out[LLAMA_PATH], const char *dir, const char *name
     return llama_config_fail(err, dir, "the path is too long");
 }
 
+/* Whether a folder has this file of PyTorch's own format; then the sentence is in *err. */
+static inline int llama_pickled(const char *dir, const char *name, upipe_err *err)
+{
+    char path[LLAMA_PATH];
+    if (llama_path_in(path, dir, name, err) || access(path, F_OK) != 0) return 0;
+    llama_config_fail(
+        err, path,
+        "is of pickles, which are not read: save_pretrained with safe_serialization=True writes "
+        "safetensors");
+    return 1;
+}
+
 typedef enum llama_entry_kind { LLAMA_WHOLE, LLAMA_TMP, LLAMA_OLD } llama_entry_kind;
 
 typedef struct llama_entry {

@@ -74,19 +74,37 @@ static int llama_load_values(llama_load_work *w, const llama_tensor *t, int64_t 
     return llama_load_store(w, state->master, llama_held(state, UPIPE_ZERO_STATES, t), at, n, w->host, 4);
 }
 
+#define LLAMA_BF16_END 0x1.ffp127f /* from here on a number is rounded to an infinite bf16 */
+
+/* Whether all values stay finite in a storage type. */
+static int llama_load_finite(const float *x, int64_t n, upipe_dtype dtype)
+{
+    const float end = dtype == UPIPE_F32 ? INFINITY : LLAMA_BF16_END;
+    int64_t i;
+    for (i = 0; i < n && fabsf(x[i]) < end; ++i) {
+    }
+    return i == n;
+}
+
 /* What this rank needs of a tensor: the weights that it holds, among which are those whose states it has. */
 static int llama_load_read(llama_load_work *w, const st_file *f, const st_tensor *from, const llama_tensor *t)
 {
     const llama_range need = llama_held(w->state, UPIPE_ZERO_WEIGHTS, t);
+    const upipe_dtype dtype = llama_zero(w->state, t)->dtype;
+    const char *const as = dtype == UPIPE_F32 ? "" : " in bf16";
     int64_t at, n, there;
     for (at = need.first; at < need.end; at += n) {
         n = need.end - at < LLAMA_CHUNK / 4 ? need.end - at : LLAMA_CHUNK / 4;
         there = llama_in_file(t, at - t->at, &n);
-        if (st_read_f32(f, from, there, n, w->host, w->err) ||
-            (w->merged != NULL && llama_adapter_add(w->merged, t, at - t->at, n, w->host, w->err)))
-            return -1;
-        if (!llama_finite(w->host, n, 4))
-            return st_fail(w->err, f->path, "%.80s has a value that is not finite", t->name);
+        if (st_read_f32(f, from, there, n, w->host, w->err)) return -1;
+        if (!llama_load_finite(w->host, n, dtype))
+            return st_fail(w->err, f->path, "%.80s has a value that is not finite%s", t->name, as);
+        if (w->merged != NULL) {
+            if (llama_adapter_add(w->merged, t, at - t->at, n, w->host, w->err)) return -1;
+            if (!llama_load_finite(w->host, n, dtype))
+                return st_fail(w->err, w->merged->f.path,
+                               "merged into %.80s it gives a value that is not finite%s", t->name, as);
+        }
         if (llama_load_values(w, t, at, n)) return -1;
     }
     return 0;
@@ -268,10 +286,14 @@ static int llama_load_index(llama_load_work *w, json_t **root)
     if (access(path, F_OK) == 0) return 0;
     if (errno != ENOENT) return llama_config_fail(err, path, "cannot be looked for: %s", strerror(errno));
     if (llama_path_in(path, w->path, "model.safetensors.index.json", err)) return -1;
-    if (access(path, F_OK) != 0)
+    if (access(path, F_OK) != 0) {
+        const char *const why = strerror(errno);
+        if (llama_pickled(w->path, "pytorch_model.bin", err) ||
+            llama_pickled(w->path, "pytorch_model.bin.index.json", err))
+            return -1;
         return llama_config_fail(err, w->path,
-                                 "has neither model.safetensors nor model.safetensors.index.json: %s",
-                                 strerror(errno));
+                                 "has neither model.safetensors nor model.safetensors.index.json: %s", why);
+    }
     w->map = llama_index(path, root, err);
     return w->map == NULL ? -1 : 0;
 }

@@ -167,6 +167,11 @@ static int llama_load_shape(const st_file *f, const st_tensor *t, const llama_te
     int64_t shape[3];
     const int rank = llama_shape(expected, shape);
     if (t->rank == rank && memcmp(t->shape, shape, (size_t)rank * sizeof *shape) == 0) return 0;
+    if (t->n == 0)
+        return st_fail(
+            err, f->path,
+            "%.80s is empty, as where ZeRO-3 was saved without its shards (zero_to_fp32.py joins them)",
+            t->name);
     if (rank == 3)
         return st_fail(err, f->path,
                        "%.80s has %d dimensions, the first %" PRId64 ", not 3, %" PRId64 " x 1 x %" PRId64,

@@ -481,13 +481,14 @@ static inline upipe_status trainer_step(trainer *t, const trainer_batch *batch, 
 typedef struct trainer_score {
     int64_t nats,
         targets;    /* the sum of the targets' losses in units of 1 / TRAINER_NAT, each rounded; how many */
-    int64_t broken; /* targets whose loss is not finite */
+    int64_t broken; /* targets whose loss is not finite, or leaves 63 bits there */
     int stop, lost; /* as in trainer_result */
 } trainer_score;
 
 enum { TRAINER_NAT = 1 << 24 };
+#define TRAINER_NATS_MAX 0x1p38f /* of one loss: as a whole number it has 63 bits */
 
-/* This rank's losses, which are on the device: their sum in whole numbers, and how many are not finite. */
+/* This rank's losses, which are on the device: their sum in whole numbers, and how many are not in it. */
 static inline upipe_status trainer_nats(trainer *t, int64_t sums[2])
 {
     upipe_ctx *c = t->r.c;
@@ -499,10 +500,8 @@ static inline upipe_status trainer_nats(trainer *t, int64_t sums[2])
         return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no memory for %lld losses", (long long)t->m.rows);
     s = c->ops->copy(c, losses, t->r.losses, (size_t)t->m.rows * sizeof *losses);
     for (i = 0; i < t->m.rows && s == UPIPE_OK; ++i)
-        if (isfinite(losses[i]))
-            sums[0] += llrint((double)losses[i] * TRAINER_NAT);
-        else
-            ++sums[1];
+        sums[1] += !(fabsf(losses[i]) < TRAINER_NATS_MAX) ||
+                   __builtin_add_overflow(sums[0], llrint((double)losses[i] * TRAINER_NAT), &sums[0]);
     free(losses);
     return s;
 }
@@ -532,8 +531,8 @@ static inline upipe_status trainer_evaluate(trainer *t, const trainer_batch *bat
     UPIPE_TRY(trainer_nats(t, mine));
     UPIPE_TRY(upipe_comm_all_gather(c, t->world, t->gathered, mine, 2));
     for (r = 0; r < t->world->ranks; ++r) {
-        sum->nats += t->gathered[2 * r];
         sum->broken += t->gathered[2 * r + 1];
+        sum->broken += __builtin_add_overflow(sum->nats, t->gathered[2 * r], &sum->nats);
     }
     return UPIPE_OK;
 }
