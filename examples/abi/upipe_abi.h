@@ -82,8 +82,11 @@ UPIPE_ABI_API upipe_abi *upipe_abi_open(const upipe_abi_desc *desc, char *why, s
 UPIPE_ABI_API upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int rank, const int *headers,
                                                 const int *data, char *why, size_t why_bytes);
 UPIPE_ABI_API int64_t upipe_abi_rows(const upipe_abi *u, int rank, int64_t *first);
-/* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; n = 0: none. The
- * numbers are copied. A backward has those of its forward. */
+/* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; NULL and 0: none. These
+ * are flash-attention's borders, over the batch * tokens rows of the flattened batch, in which sequence b begins at b *
+ * tokens: they begin at 0, ascend, and end at batch * tokens. A packed sequence lies in one sequence of the batch, and may be
+ * empty, but behind the end there is none. All else is refused, so that padding is a packed sequence too, and none of an
+ * array is read behind its end, whatever n is. The numbers are copied. A backward has those of its forward. */
 UPIPE_ABI_API int upipe_abi_pack(upipe_abi *u, int rank, const int64_t *cu_seqlens, int64_t n);
 UPIPE_ABI_API int upipe_abi_qkv_fwd(upipe_abi *u, int rank, int layer, void *o, const void *q, const void *k,
                                     const void *v);
