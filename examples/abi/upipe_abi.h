@@ -22,7 +22,8 @@
  * each call. Tensors are memory of this device. A call then returns when its work is enqueued on the rank's stream, and
  * a failure may show in a later call or in upipe_abi_sync. Ranks that are threads share the device.
  *
- * One thread at a time calls for a rank. A call while another thread's is not over is refused, and so is a close.
+ * One thread at a time calls for a rank. A call while another thread's is not over is refused, and so is a close, by
+ * its status alone.
  *
  * A handle that is NULL, closed, was never open, or is a forked parent's, or a rank that is not there, is refused: with
  * a status, and with -1 where a number is asked for. upipe_abi_error with the same arguments says why. `first` and
