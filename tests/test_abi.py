@@ -427,6 +427,33 @@ def drawn(abi, library):
 # ---- what a caller may ask, and what is refused ----
 
 
+# (field of a description, value, words of the refusal)
+MISTAKES = [('tokens', 0, 'tokens 0'), ('tokens', -1, 'tokens -1'), ('tokens', 2**62, '4611686018427387904 tokens'), ('batch', -1, 'batch -1'),
+            ('batch', 2**62, '4611686018427387904 sequences'), ('window', -1, 'a window of -1'), ('ranks', -1, '-1 ranks, at most 512'),
+            ('heads', 0, 'heads 0'), ('heads', 3, '3 query heads'), ('kv_heads', -1, 'kv heads -1'), ('kv_heads', 3, '3 key/value heads'),
+            ('head_dim', 0, 'head dim 0'), ('head_dim', 7, 'head dim 7'), ('head_dim', 512, 'head dim 512'), ('chunk', -1, 'chunk -1'),
+            ('chunk', 5, 'a chunk of 5 of 4'), ('layers', -1, '-1 layers'), ('scale', -1.0, 'scale -1'), ('scale', math.nan, 'scale nan'),
+            ('scale', math.inf, 'scale inf'), ('softcap', -1.0, 'soft-cap -1'), ('softcap', math.nan, 'soft-cap nan'),
+            ('softcap', 1e38, 'soft-cap 1e+38'), ('dtype', 2, 'dtype 2'), ('dtype', -1, 'dtype -1'), ('ring', 14, 'fewer than 14'),
+            ('ring_mode', 3, 'ring mode 3'), ('ring_inner', -1, 'inner -1'), ('layout', 3, 'layout 3'), ('causl', 1, 'no such option: causl')]
+
+
+def mistaken(abi, library):
+    """Each field of a description, and each tensor that is missing."""
+    for name, value, words in MISTAKES:
+        refused(abi, lambda name=name, value=value: abi.Attention(library, **{**SIZES, 'ring': 2, name: value}), words)
+    t = floats([0.5] * TOKENS * HEADS * DIM)
+    for at, name in enumerate(('o', 'q', 'k', 'v')):
+        u = abi.Attention(library, **SIZES)
+        refused(abi, lambda u=u, at=at: u.qkv_fwd(0, *at * [t], None, *(3 - at) * [t]), f'{name} is NULL')
+        u.close()
+    for at, name in enumerate(('dout', 'o', 'q', 'k', 'v'), 3):
+        u = abi.Attention(library, **SIZES)
+        u.qkv_fwd(0, t, t, t, t)
+        refused(abi, lambda u=u, at=at: u.qkv_bwd(0, *at * [t], None, *(7 - at) * [t]), f'{name} is NULL')
+        u.close()
+
+
 def packed_wrongly(abi, library):
     """Borders that are none of the flattened batch's, by Python and by C, whose n is more than the array holds."""
     t = floats([0.5] * 2 * TOKENS * HEADS * DIM)
@@ -642,10 +669,7 @@ def main():
                 check(name not in ('o', 'dq') or x == bits,
                       f'C {ranks} U {chunk}, layer {n}: {name} has other bits than on one rank')
 
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=3, kv_heads=2, head_dim=32), 'no multiple')
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, causl=1), 'no such option: causl')
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
+    mistaken(abi, library)
     # more than there are addresses: a plan does not go through sequences one by one
     refused(abi, lambda: abi.Attention(library, tokens=64, batch=2**31 - 1, heads=16, head_dim=32), 'bytes for rank 0')
     small = {'tokens': 8, 'heads': 4, 'kv_heads': 2, 'head_dim': 32}

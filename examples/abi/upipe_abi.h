@@ -14,9 +14,9 @@
  * Tensors are of the handle's type and packed: q, o [batch][rows][heads][head_dim], k, v
  * [batch][rows][kv_heads][head_dim], where rows are this rank's tokens, upipe_abi_rows of them. A call returns when all
  * ranks have made it. A failed rank releases the others, and the handle is then good for upipe_abi_close alone. A
- * forward whose backward never comes holds its layer until upipe_abi_drop. Who keeps what a forward leaves in memory of
- * his own, by upipe_abi_save, needs one layer for any number of forwards. A rank that will not make the calls of the
- * others says so by upipe_abi_abort, which is a failure too.
+ * forward whose backward never comes holds its layer until upipe_abi_drop. A dq, dk or dv that is NULL is not wanted.
+ * Who keeps what a forward leaves in memory of his own, by upipe_abi_save, needs one layer for any number of forwards.
+ * A rank that will not make the calls of the others says so by upipe_abi_abort, which is a failure too.
  *
  * A library built for CUDA computes on the device that is current when the handle is opened, which must be current in
  * each call. Tensors are memory of this device. A call then returns when its work is enqueued on the rank's stream, and
