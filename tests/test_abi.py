@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """test_abi.py LIBRARY TOP [MPIRUN] -- the C ABI (examples/abi) from Python: several ranks against plain loops in double precision
 
-Gradients are compared with the formula, and O and all gradients of every team and chunk with those of one rank: O and dQ
-have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that are threads, and tensors in
-which Q, K and V lie together those of separate ones. Nothing but Python's own library is used. With MPIRUN, and a library that
-has MPI, each rank is one of its processes.
+Gradients are compared with the formula, with options drawn at random too, and O and all gradients of every team and chunk with
+those of one rank: O and dQ have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that
+are threads, and tensors in which Q, K and V lie together those of separate ones. Nothing but Python's own library is used. With
+MPIRUN, and a library that has MPI, each rank is one of its processes.
 """
 
 import ctypes
+import itertools
 import math
+import mmap
 import os
 import random
 import socket
@@ -20,44 +22,47 @@ import threading
 import time
 
 sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
-from checks import check, end  # pylint: disable=wrong-import-position
+from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
+from checks import check, draws, end, needed  # pylint: disable=wrong-import-position
 
 TOKENS, HEADS, KV, DIM = 13, 4, 2, 32
+SIZES = {'tokens': TOKENS, 'heads': HEADS, 'kv_heads': KV, 'head_dim': DIM, 'causal': 1, 'layers': 2}
 
 
 def floats(values):
     return (ctypes.c_float * len(values))(*values)
 
 
-def oracle(q, k, v, dout, softcap=0.0, borders=()):
-    """O, dQ, dK, dV of causal attention in f64; flat lists [TOKENS][heads][DIM]. borders: of packed sequences."""
+def oracle(q, k, v, dout, borders=(), **more):
+    """O, dQ, dK, dV of attention in f64, of a handle of SIZES and `more`; flat lists [batch][tokens][heads][head_dim]. borders: of
+    packed sequences."""
+    desc = {**SIZES, **more}
+    tokens, heads, kv_heads, dim, cap = (desc.get(name, 0) for name in ('tokens', 'heads', 'kv_heads', 'head_dim', 'softcap'))
+    scale = desc.get('scale') or 1 / math.sqrt(dim)
     o, dq = [0.0] * len(q), [0.0] * len(q)
     dk, dv = [0.0] * len(k), [0.0] * len(v)
-    scale = 1 / math.sqrt(DIM)
-    for h in range(HEADS):
-        for i in range(TOKENS):
-            at = (i * HEADS + h) * DIM
-            begin = max((b for b in borders if b <= i), default=0)
-            keys = [(j * KV + h // (HEADS // KV)) * DIM for j in range(begin, i + 1)]
-            scores = [scale * sum(q[at + c] * k[key + c] for c in range(DIM)) for key in keys]
-            slopes = [1.0] * len(keys)
-            if softcap:
-                slopes = [1 - math.tanh(s / softcap)**2 for s in scores]
-                scores = [softcap * math.tanh(s / softcap) for s in scores]
-            top = max(scores)
-            weights = [math.exp(s - top) for s in scores]
-            total = sum(weights)
-            weights = [w / total for w in weights]
-            for c in range(DIM):
-                o[at + c] = sum(w * v[key + c] for w, key in zip(weights, keys))
-            delta = sum(dout[at + c] * o[at + c] for c in range(DIM))
-            for w, key, capped in zip(weights, keys, slopes):
-                slope = capped * scale * w * (sum(dout[at + c] * v[key + c] for c in range(DIM)) - delta)
-                for c in range(DIM):
-                    dv[key + c] += w * dout[at + c]
-                    dk[key + c] += slope * q[at + c]
-                    dq[at + c] += slope * k[key + c]
+    for b, i, h in itertools.product(range(desc.get('batch', 1)), range(tokens), range(heads)):
+        at = ((b * tokens + i) * heads + h) * dim
+        keys = [((b * tokens + j) * kv_heads + h // (heads // kv_heads)) * dim for j in range(tokens) if sees(desc, borders, b, i, j)]
+        scores = [scale * dot(q, at, k, key, dim) for key in keys]
+        slopes = [1 - math.tanh(s / cap)**2 if cap else 1.0 for s in scores]
+        scores = [cap * math.tanh(s / cap) if cap else s for s in scores]
+        weights = [math.exp(s - max(scores)) for s in scores]
+        weights = [w / sum(weights) for w in weights]
+        for c in range(dim):
+            o[at + c] = sum(w * v[key + c] for w, key in zip(weights, keys))
+        delta = dot(dout, at, o, at, dim)
+        for w, key, capped in zip(weights, keys, slopes):
+            slope = capped * scale * w * (dot(dout, at, v, key, dim) - delta)
+            for c in range(dim):
+                dv[key + c] += w * dout[at + c]
+                dk[key + c] += slope * q[at + c]
+                dq[at + c] += slope * k[key + c]
     return o, dq, dk, dv
+
+
+def dot(x, at, y, to, dim):
+    return sum(a * b for a, b in zip(x[at:at + dim], y[to:to + dim]))
 
 
 def run(abi, library, ranks, chunk, layers, borders=(), **more):
@@ -138,6 +143,28 @@ def same_in_processes(abi, library, layers, ranks=3):
     with tempfile.TemporaryFile() as plain:
         fds = [-1, plain.fileno()]
         refused(abi, lambda: abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, rank=0, headers=fds, data=fds), 'no stream socket')
+    socket_twice(abi, library)
+
+
+def socket_twice(abi, library):
+    """Found at the open, under whatever numbers, and in team and ring."""
+    ends = sum((socket.socketpair() for _ in range(4)), ())
+    a, b, c, d = (one.fileno() for one in ends[::2])
+    again = os.dup(a)
+    for ranks, ring, headers, data in ((2, 1, [-1, a], [-1, a]), (2, 1, [-1, a], [-1, again]), (3, 1, [-1, a, b], [-1, c, again]),
+                                       (1, 3, [-1, a, b], [-1, c, a]), (2, 2, [-1, a, b, -1], [-1, c, again, -1])):
+        began = time.monotonic()
+        refused(abi, lambda ranks=ranks, ring=ring, headers=headers, data=data: abi.Attention(
+            library, tokens=8, ranks=ranks, ring=ring, heads=4, head_dim=32, rank=0, headers=headers, data=data), 'are the same socket')
+        check(time.monotonic() - began < 5, 'the same socket twice is found late')
+    # places that are neither in team nor in ring are not read
+    u = abi.Attention(library, tokens=8, ranks=2, ring=2, heads=4, head_dim=32, rank=0, headers=[a, a, b, a], data=[a, c, d, a])
+    for one in ends[1::2]:
+        one.close()
+    u.close()
+    os.close(again)
+    for one in ends[::2]:
+        one.close()
 
 
 # ---- rings, and tensors in which Q, K and V lie together ----
@@ -153,6 +180,7 @@ def calls(library):
     for name, result, given in (('open', p, [p, p, n]), ('open_sockets', p, [p, i, p, p, p, n]), ('open_mpi', p, [p, p, p, n]),
                                 ('open_nccl', p, [p, p, p, n]), ('open_nccl_id', p, [p, i, p, p, n]), ('nccl_id', i, [p, p, n]),
                                 ('rows', ctypes.c_int64, [p, i, p]), ('positions', i, [p, i, p]), ('stream', i, [p, i, p]),
+                                ('pack', i, [p, i, p, ctypes.c_int64]), ('abort', i, [p, i, ctypes.c_char_p]),
                                 ('sync', i, [p, i]), ('qkv_fwd', i, [p, i, i] + 4 * [p]), ('qkv_bwd', i, [p, i, i] + 8 * [p]),
                                 ('fused_fwd', i, [p, i, i, p, p]), ('fused_bwd', i, [p, i, i] + 4 * [p]),
                                 ('sbh3d_fwd', i, [p, i, i, p, p, i, i]), ('sbh3d_bwd', i, [p, i, i] + 4 * [p] + [i, i]),
@@ -160,9 +188,6 @@ def calls(library):
         call = getattr(lib, 'upipe_abi_' + name)
         call.restype, call.argtypes = result, given
     return lib
-
-
-SIZES = {'tokens': TOKENS, 'heads': HEADS, 'kv_heads': KV, 'head_dim': DIM, 'causal': 1, 'layers': 2}
 
 
 def described(abi, **more):
@@ -290,20 +315,47 @@ def sbh3d(abi, library, layer):
         lib.upipe_abi_close(u)
 
 
+def in_a_call(lib, u, rank, statuses):
+    """A thread that is in a forward of the rank, whose status it will leave."""
+    tensors = [floats([0.5] * 4 * 4 * 32) for _ in range(4)]
+
+    def body():
+        statuses.append(lib.upipe_abi_qkv_fwd(u, rank, 0, *tensors))
+        while statuses[-1] != 0 and b'another thread' in lib.upipe_abi_error(u, rank):  # the one that asks below
+            statuses[-1] = lib.upipe_abi_qkv_fwd(u, rank, 0, *tensors)
+
+    thread, until = threading.Thread(target=body), time.monotonic() + 30
+    thread.start()
+    while lib.upipe_abi_drop(u, rank, 0) == 0 or b'another thread' not in lib.upipe_abi_error(u, rank):
+        needed(time.monotonic() < until, 'a rank is in a call of two threads')
+        time.sleep(0.001)
+    return thread
+
+
+def closed_early(abi, library):
+    """A close under a call of another thread leaves that call's sentence alone."""
+    lib, why, statuses = calls(library), ctypes.create_string_buffer(256), []
+    u = opened(lib.upipe_abi_open(ctypes.byref(abi.Desc(tokens=8, ranks=2, heads=4, head_dim=32)), why, len(why)), why)
+    thread = in_a_call(lib, u, 1, statuses)
+    check(lib.upipe_abi_drop(u, 0, 0) != 0 and lib.upipe_abi_close(u) != 0, 'a handle is closed under a call')
+    lib.upipe_abi_abort(u, 0, b'rank 0 has left')
+    thread.join()
+    check(statuses[-1] != 0 and b'rank 0 has left' in lib.upipe_abi_error(u, 1),
+          f'a refused close in place of a sentence: {lib.upipe_abi_error(u, 1)}')
+    check(lib.upipe_abi_close(u) == 0, 'the close')
+
+
 def misplaced(abi, library):
     """Calls on another thread, in a forked process, on a stream; and what this library was built without."""
     lib, why = calls(library), ctypes.create_string_buffer(256)
     desc = abi.Desc(tokens=8, ranks=2, heads=4, head_dim=32)
     u = opened(lib.upipe_abi_open(ctypes.byref(desc), why, len(why)), why)
-    tensors = [floats([0.5] * 4 * 4 * 32) for _ in range(4)]
-    waiting = threading.Thread(target=lambda: ask(lib, u, 0, lib.upipe_abi_qkv_fwd(u, 0, 0, *tensors)))
-    waiting.start()
-    until = time.monotonic() + 30
-    while lib.upipe_abi_drop(u, 0, 0) == 0 or b'another thread' not in lib.upipe_abi_error(u, 0):
-        check(time.monotonic() < until, 'a rank is in a call of two threads')
+    tensors, statuses = [floats([0.5] * 4 * 4 * 32) for _ in range(4)], []
+    thread = in_a_call(lib, u, 0, statuses)
     check(lib.upipe_abi_close(u) != 0, 'a handle is closed under a call')
-    ask(lib, u, 1, lib.upipe_abi_qkv_fwd(u, 1, 0, *[floats([0.5] * 4 * 4 * 32) for _ in range(4)]))
-    waiting.join()
+    ask(lib, u, 1, lib.upipe_abi_qkv_fwd(u, 1, 0, *tensors))
+    thread.join()
+    check(statuses == [0], f'a forward on a thread of its own: {statuses}')
     ask(lib, u, 0, lib.upipe_abi_drop(u, 0, 0))
     check(lib.upipe_abi_positions(u, 2, None) != 0, 'positions of nobody')
     check(lib.upipe_abi_positions(u, 0, None) != 0 and b'positions is NULL' in lib.upipe_abi_error(u, 0), 'positions for nobody')
@@ -340,7 +392,104 @@ def by_mpi(abi, library, layer):
     lib.MPI_Finalize()
 
 
+# ---- options drawn at random ----
+
+
+def drawn(abi, library):
+    """Every option beside every other one, packed sequences in batches too, against the oracle on the same numbers."""
+    for seed in draws(10):
+        draw = random.Random(seed)
+        desc, borders = draw_call(draw)
+        rows = desc['batch'] * desc['tokens']
+        widths = [desc[name] * desc['head_dim'] for name in ('heads', 'kv_heads', 'kv_heads', 'heads')]
+        to, back = (halves, of_halves) if desc['dtype'] else (floats, list)
+        tensors = [back(to([draw.gauss(0, 1) for _ in range(rows * width)])) for width in widths]
+        u, outs = abi.Attention(library, **desc), [widths[0], *widths[:3]]
+        got = [[math.nan] * (rows * width) for width in outs]
+
+        def body(rank, u=u, desc=desc, borders=borders, widths=widths, outs=outs, tensors=tensors, got=got, to=to, back=back):
+            at = [b * desc['tokens'] + position for b in range(desc['batch']) for position in u.positions(rank)]
+            q, k, v, dout = (to(sum((t[i * w:(i + 1) * w] for i in at), [])) for t, w in zip(tensors, widths))
+            out = [to([math.nan] * (len(at) * w)) for w in outs]
+            u.qkv_fwd(rank, out[0], q, k, v, cu_seqlens=borders)
+            u.qkv_bwd(rank, *out[1:], dout, out[0], q, k, v, cu_seqlens=borders)
+            for whole, part, w in zip(got, map(back, out), outs):
+                for n, i in enumerate(at):
+                    whole[i * w:(i + 1) * w] = part[n * w:(n + 1) * w]
+
+        u.run(body)
+        u.close()
+        for name, t, want in zip(('o', 'dq', 'dk', 'dv'), got, oracle(*tensors, borders, **desc)):
+            off, most = max(map(abs, map(float.__sub__, t, want))), max(1, *map(abs, want))
+            check(off <= most * (1 / 64 if desc['dtype'] else 5e-6), f'{desc}, borders {borders}: {name} is off by {off:.3g} of {most:.3g}')
+
+
 # ---- what a caller may ask, and what is refused ----
+
+
+# (field of a description, value, words of the refusal)
+MISTAKES = [('tokens', 0, 'tokens 0'), ('tokens', -1, 'tokens -1'), ('tokens', 2**62, '4611686018427387904 tokens'), ('batch', -1, 'batch -1'),
+            ('batch', 2**62, '4611686018427387904 sequences'), ('window', -1, 'a window of -1'), ('ranks', -1, '-1 ranks, at most 512'),
+            ('heads', 0, 'heads 0'), ('heads', 3, '3 query heads'), ('kv_heads', -1, 'kv heads -1'), ('kv_heads', 3, '3 key/value heads'),
+            ('head_dim', 0, 'head dim 0'), ('head_dim', 7, 'head dim 7'), ('head_dim', 512, 'head dim 512'), ('chunk', -1, 'chunk -1'),
+            ('chunk', 5, 'a chunk of 5 of 4'), ('layers', -1, '-1 layers'), ('scale', -1.0, 'scale -1'), ('scale', math.nan, 'scale nan'),
+            ('scale', math.inf, 'scale inf'), ('softcap', -1.0, 'soft-cap -1'), ('softcap', math.nan, 'soft-cap nan'),
+            ('softcap', 1e38, 'soft-cap 1e+38'), ('dtype', 2, 'dtype 2'), ('dtype', -1, 'dtype -1'), ('ring', 14, 'fewer than 14'),
+            ('ring_mode', 3, 'ring mode 3'), ('ring_inner', -1, 'inner -1'), ('layout', 3, 'layout 3'), ('causl', 1, 'no such option: causl')]
+
+
+def mistaken(abi, library):
+    """Each field of a description, and each tensor that is missing."""
+    for name, value, words in MISTAKES:
+        refused(abi, lambda name=name, value=value: abi.Attention(library, **{**SIZES, 'ring': 2, name: value}), words)
+    t = floats([0.5] * TOKENS * HEADS * DIM)
+    for at, name in enumerate(('o', 'q', 'k', 'v')):
+        u = abi.Attention(library, **SIZES)
+        refused(abi, lambda u=u, at=at: u.qkv_fwd(0, *at * [t], None, *(3 - at) * [t]), f'{name} is NULL')
+        u.close()
+    for at, name in enumerate(('dout', 'o', 'q', 'k', 'v'), 3):
+        u = abi.Attention(library, **SIZES)
+        u.qkv_fwd(0, t, t, t, t)
+        refused(abi, lambda u=u, at=at: u.qkv_bwd(0, *at * [t], None, *(7 - at) * [t]), f'{name} is NULL')
+        u.close()
+
+
+def packed_wrongly(abi, library):
+    """Borders that are none of the flattened batch's, by Python and by C, whose n is more than the array holds."""
+    t = floats([0.5] * 2 * TOKENS * HEADS * DIM)
+    for batch, borders, words in wrong_borders(TOKENS):
+        u = abi.Attention(library, **SIZES, batch=batch)
+        refused(abi, lambda u=u, borders=borders: u.qkv_fwd(0, t, t, t, t, cu_seqlens=borders), words)
+        u.close()
+    for borders, words in (([0, 2**64 + TOKENS], 'cu_seqlens holds 18446744073709551629'), ([0, 6.5, TOKENS], 'cu_seqlens holds what is no'),
+                           (['0', TOKENS], 'cu_seqlens holds what is no integer')):
+        u = abi.Attention(library, **SIZES)
+        u.pack(0, borders)
+        refused(abi, lambda u=u: u.qkv_fwd(0, t, t, t, t), words)
+        u.close()
+    lib, page, none = calls(library), mmap.PAGESIZE, ctypes.c_int64 * 0
+    memory = mmap.mmap(-1, 2 * page)
+    at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    check(ctypes.CDLL(None).mprotect(ctypes.c_void_p(at + page), ctypes.c_size_t(page), 0) == 0, 'no page that nobody may read')
+    array = (ctypes.c_int64 * 3).from_address(at + page - 24)
+    array[:] = 0, 5, TOKENS
+
+    def answers():
+        """A process, as one that reads behind the array ends there."""
+        for n in 3, 1000, 2**60, 2**63 - 1, 1, -1, -2**63:
+            u = abi.Attention(library, **SIZES)
+            check(lib.upipe_abi_pack(u.handle, 0, array, n) != 0 and f'{n}'.encode() in lib.upipe_abi_error(u.handle, 0),
+                  f'n {n}: {lib.upipe_abi_error(u.handle, 0)}')
+            u.close()
+        u = abi.Attention(library, **SIZES)
+        for borders, n in (array, 2), (None, 0):
+            ask(lib, u.handle, 0, lib.upipe_abi_pack(u.handle, 0, borders, n))
+        for borders, n in (none(), 0), (None, 2):
+            check(lib.upipe_abi_pack(u.handle, 0, borders, n) != 0, f'{n} packed sequences of {borders}')
+        u.close()
+        return end('abi') == 0
+
+    check(os.waitpid(in_process(answers), 0)[1] == 0, 'a wrong number of packed sequences')
 
 
 def asked(abi, library):
@@ -368,10 +517,6 @@ def asked(abi, library):
         u.pack(0, other)
         refused(abi, lambda u=u: u.qkv_bwd(0, t, t, t, t, t, t, t, t), 'of the forward')
         u.close()
-    u = abi.Attention(library, tokens=8, heads=4, head_dim=32, causal=1)
-    u.pack(0, [0, 6, 4])
-    refused(abi, lambda: u.qkv_fwd(0, t, t, t, t), 'packed sequence 1 is [6, 4)')
-    u.close()
     u = abi.Attention(library, tokens=8, heads=4, head_dim=32)
 
     def forked():
@@ -409,7 +554,7 @@ def kept_elsewhere(abi, library, layer):
 def masked(abi, library, layer):
     """A soft-cap, packed sequences, and bf16: against the oracle on the same numbers."""
     for softcap, borders in (2.0, ()), (0.0, (0, 5, 6, TOKENS)), (2.0, (0, 5, 6, TOKENS)):
-        want = oracle(*layer, softcap, borders)
+        want = oracle(*layer, borders, softcap=softcap)
         for ranks in 1, 3:
             got = run(abi, library, ranks, 0, [layer], borders, softcap=softcap)[0]
             off = max(abs(a - b) for t, w in zip(got, want) for a, b in zip(t, w, strict=True))
@@ -524,10 +669,7 @@ def main():
                 check(name not in ('o', 'dq') or x == bits,
                       f'C {ranks} U {chunk}, layer {n}: {name} has other bits than on one rank')
 
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=3, kv_heads=2, head_dim=32), 'no multiple')
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=7), 'head dim 7')
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, causl=1), 'no such option: causl')
-    refused(abi, lambda: abi.Attention(library, tokens=8, heads=2, head_dim=32, ranks=-1), '-1 ranks')
+    mistaken(abi, library)
     # more than there are addresses: a plan does not go through sequences one by one
     refused(abi, lambda: abi.Attention(library, tokens=64, batch=2**31 - 1, heads=16, head_dim=32), 'bytes for rank 0')
     small = {'tokens': 8, 'heads': 4, 'kv_heads': 2, 'head_dim': 32}
@@ -552,12 +694,15 @@ def main():
     refused(abi, lambda: u.bytes(0), 'the handle is closed')
     misused(abi, library)
     asked(abi, library)
+    packed_wrongly(abi, library)
+    drawn(abi, library)
     masked(abi, library, layers[0])
     kept_elsewhere(abi, library, layers[0])
     same_in_processes(abi, library, layers)
     rings(abi, library, layers[0])
     sbh3d(abi, library, layers[0])
     misplaced(abi, library)
+    closed_early(abi, library)
 
     def one_leaves(rank):
         if rank == 1:

@@ -2,8 +2,8 @@
 """test_examples.py TOP TABLE -- the numbered examples: short, alone, listed in README.md, and run by the command in their heads
 
 Where stdout is closed they end with status 1. TABLE is a library with the CPU's kernels, which take most of the time to
-compile: it is linked, and the example compiled alone. In the full run three commands are taken as they are. The commands
-for a GPU are read, not run.
+compile: it is linked, and the example compiled alone. In the full run three commands are taken as they are, and all run
+once more, kernels included, under clang's sanitizer of undefined behaviour. The commands for a GPU are read, not run.
 """
 
 import concurrent.futures
@@ -24,6 +24,7 @@ CC = os.environ.get('CC', 'cc')
 LINES = {'13_plug_attention.c': 200, '13_plug_cudnn.cpp': 250, '16_scan.c': 180}  # at most; all others have fewer than 160
 AS_IT_IS = ['00_trainer.c', '10_threads.c', '16_scan.c'] # the others' commands differ in the name alone
 COMMON = {'08_nccl.c': ['common/rendezvous.h']}
+WATCHED = 'clang -fsanitize=undefined -fno-sanitize-recover=all' # sees offsets from NULL, which gcc's does not
 
 
 def command_of(text):
@@ -32,19 +33,31 @@ def command_of(text):
     return re.sub(r'\\\n \* +', '', words.group(1)) if words else ''
 
 
-def run(name, command):
+def run(name, command, compiler, table):
     """In a folder of its own, which has the headers and the example."""
-    if not (FULL and name in AS_IT_IS):
-        command = re.sub(r'-O2 -march=native(.*\.c)', lambda words: f'-DUPIPE_CPU_DECLARE{words.group(1)} {shlex.quote(TABLE)}', command)
+    if table:
+        command = re.sub(r'-O2 -march=native(.*\.c)', lambda words: f'-DUPIPE_CPU_DECLARE{words.group(1)} {shlex.quote(table)}', command)
     with tempfile.TemporaryDirectory() as folder:
         for part in 'upipe', 'examples':
             os.symlink(os.path.join(TOP, part), os.path.join(folder, part))
-        done = subprocess.run(['sh', '-c', re.sub(r'^cc ', lambda _: CC + ' ', command)], cwd=folder, capture_output=True, text=True,
+        done = subprocess.run(['sh', '-c', re.sub(r'^cc ', lambda _: compiler + ' ', command)], cwd=folder, capture_output=True, text=True,
                               timeout=300, check=False)
         check(done.returncode == 0 and done.stdout != '' and done.stderr == '',
               f'{name}: {command}: {done.returncode}: {done.stdout[-200:]}{done.stderr[-500:]}')
         closed = subprocess.run(['sh', '-c', command.split('&&')[-1] + ' >&-'], cwd=folder, timeout=300, check=False)
         check(closed.returncode == 1, f'{name}: {closed.returncode} where its results cannot be written')
+
+
+def run_all(host):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, tempfile.TemporaryDirectory() as folder:
+        runs = [pool.submit(run, name, command, CC, None if FULL and name in AS_IT_IS else TABLE) for name, command in host.items()]
+        if FULL and shutil.which('clang'):
+            table = os.path.join(folder, 'table.o')
+            subprocess.run([*shlex.split(WATCHED), '-march=native', '-D_GNU_SOURCE', '-I' + TOP, '-c',
+                            os.path.join(TOP, 'examples', 'common', 'cpu_table.c'), '-o', table], check=True)
+            runs += [pool.submit(run, name, command, WATCHED, table) for name, command in host.items()]
+        for one in runs:
+            one.result()
 
 
 def main():
@@ -66,8 +79,7 @@ def main():
     host = {name: command for name, command in commands.items() if command.startswith('cc ')}
     check(len(host) == 16, f'{sorted(host)} run here')
     if shutil.which(shlex.split(CC)[0]):
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(run, host, host.values()))
+        run_all(host)
     return end('examples')
 
 

@@ -213,6 +213,7 @@ static void test_refused(const upipe_ops *ops)
     upipe_host_desc d = description(0, 1);
     upipe_qkv a;
     upipe_err err;
+    size_t bytes;
     void *block;
     CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "ctx->ops is NULL");
     c->ops = ops;
@@ -230,13 +231,22 @@ static void test_refused(const upipe_ops *ops)
     d = description(1, 1);
     CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
     CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
+    bytes = upipe_host_slab_bytes(h);
+    d = description(1, LAYERS); /* without a slab an open one may be opened for another plan */
+    CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
+    CHECK(upipe_host_slab_bytes(h) > bytes);
+    d.plan.dtype = (upipe_dtype)7;
+    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is none of");
+    CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
+    d = description(1, 1);
+    CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
     CHECK(upipe_host_slab_bytes(h) <= sizeof slab);
     a = upipe_qkv_fused(&h->call, t.qkv, t.o, UPIPE_F32);
     CHECK_REFUSED(upipe_qkv_eval(c, &a), UPIPE_ERR_ARG, c->err, "ctx->mem is NULL");
     CHECK_REFUSED(upipe_host_slab(h, NULL), UPIPE_ERR_MEMORY, c->err, "no slab of");
     CHECK_STATUS(upipe_host_slab(h, slab), UPIPE_OK, c->err);
     CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host has a slab");
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "the host is open: upipe_host_close");
+    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "the host has a slab: upipe_host_close");
     CHECK_STATUS(upipe_qkv_eval(c, &a), UPIPE_OK, c->err);
 
     a = upipe_qkv_fused(&h->call, t.qkv, t.o, (upipe_dtype)7);

@@ -85,8 +85,9 @@ UPIPE_API upipe_status upi_host_dry(upipe_host *h, int layers)
 
 /* upipe_host_open -- the plan of this rank, and what it needs
  *   h       h->ctx has table and team, and what else the plan asks for
- *   errors  ARG (no table or team, a description of other ranks or without layers, a host that is open), those of
- *           upipe_plan_init and of the dry run. There is nothing to close then
+ *   errors  ARG (no table or team, a description of other ranks or without layers, a host with a slab), those of
+ *           upipe_plan_init and of the dry run. There is nothing to close then. Without a slab a host may be opened
+ *           again, for another plan
  */
 UPIPE_API upipe_status upipe_host_open(upipe_host *h, const upipe_host_desc *d)
 {
@@ -97,8 +98,9 @@ UPIPE_API upipe_status upipe_host_open(upipe_host *h, const upipe_host_desc *d)
     if (d->dry == NULL && d->layers < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a host of %d layers in flight, at least 1", d->layers);
     if (c->mem != NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "the host is open: upipe_host_close comes first");
-    c->mem = &h->mem; /* the last member that upipe_ctx_check asks for */
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "the host has a slab: upipe_host_close comes first");
+    memset(&h->dry.ctx, 0, sizeof h->dry.ctx); /* an open that fails leaves no host of an earlier one */
+    c->mem = &h->mem;                          /* the last member that upipe_ctx_check asks for */
     s = upipe_ctx_check(c);
     c->mem = NULL;
     if (s == UPIPE_OK) s = upi_host_plan(h, d->plan);

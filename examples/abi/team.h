@@ -12,7 +12,12 @@
 #include "../common/grid.h"
 #include "upipe/net/upipe_net_tcp.h"
 
-enum { ABI_DEADLINE = 60 }; /* seconds */
+#include <sys/stat.h>
+
+enum {
+    ABI_DEADLINE = 60,              /* seconds */
+    ABI_SOCKETS = 4 * UPIPE_TCP_MAX /* of team and ring, two a rank */
+};
 
 typedef struct abi_team {
     int in_team, in_ring; /* C, R */
@@ -57,24 +62,48 @@ static void abi_team_tcp_end(abi_team *t)
     (void)upipe_tcp_free(&t->tcp[1], NULL);
 }
 
+/* ARG if two of these are one socket, whose ranks would wait for each other until the deadline. What is none is not this
+ * function's business. */
+static upipe_status abi_sockets_differ(const int *fds, int n, upipe_err *e)
+{
+    uint64_t device[ABI_SOCKETS], number[ABI_SOCKETS];
+    struct stat at;
+    int i, j;
+    for (i = 0; i < n; ++i) {
+        const int is_one = fstat(fds[i], &at) == 0 && S_ISSOCK(at.st_mode);
+        device[i] = is_one ? (uint64_t)at.st_dev : UINT64_MAX, number[i] = (uint64_t)at.st_ino;
+        for (j = 0; is_one && j < i; ++j)
+            if (device[i] == device[j] && number[i] == number[j])
+                return upipe_fail(e, UPIPE_ERR_ARG,
+                                  "%d and %d are the same socket; there are two to each rank", fds[j],
+                                  fds[i]);
+    }
+    return UPIPE_OK;
+}
+
 /* headers, data [C * R]: no two communicators share a socket, as a rank of the team is none of the ring. */
 static upipe_status abi_team_sockets(abi_team *t, int in_team, int in_ring, int rank, const int *headers,
                                      const int *data, upipe_err *e)
 {
-    int mine[2][UPIPE_TCP_MAX], which, i;
+    int fds[2][2][UPIPE_TCP_MAX], all[ABI_SOCKETS], sockets = 0, which, i;
+    const int groups = in_ring > 1 ? 2 : 1;
     if (in_team > UPIPE_TCP_MAX || in_ring > UPIPE_TCP_MAX)
         return upipe_fail(e, UPIPE_ERR_ARG,
                           "a team of %d ranks and a ring of %d over sockets, at most %d each", in_team,
                           in_ring, (int)UPIPE_TCP_MAX);
     UPIPE_TRY(abi_team_one(t, in_team, in_ring, rank, e));
-    t->end = abi_team_tcp_end;
-    for (which = 0; which < (in_ring > 1 ? 2 : 1); ++which) {
-        const int n = which ? in_ring : in_team;
-        for (i = 0; i < n; ++i) {
-            mine[0][i] = headers[abi_team_member(t, which, i)];
-            mine[1][i] = data[abi_team_member(t, which, i)];
+    for (which = 0; which < groups; ++which)
+        for (i = 0; i < (which ? in_ring : in_team); ++i) {
+            const int member = abi_team_member(t, which, i);
+            fds[which][0][i] = headers[member];
+            fds[which][1][i] = data[member];
+            if (member != rank) all[sockets++] = headers[member], all[sockets++] = data[member];
         }
-        UPIPE_TRY(upipe_tcp_init(&t->tcp[which], mine[0], mine[1], which ? rank / in_team : rank % in_team, n,
+    UPIPE_TRY(abi_sockets_differ(all, sockets, e)); /* before an end that would say goodbye to them */
+    t->end = abi_team_tcp_end;
+    for (which = 0; which < groups; ++which) {
+        UPIPE_TRY(upipe_tcp_init(&t->tcp[which], fds[which][0], fds[which][1],
+                                 which ? rank / in_team : rank % in_team, which ? in_ring : in_team,
                                  ABI_DEADLINE, e));
         *(which ? &t->ring : &t->team) = &t->tcp[which].comm;
     }

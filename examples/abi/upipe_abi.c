@@ -395,10 +395,16 @@ static int abi_nobody(abi *u, int rank)
     return (int)UPIPE_ERR_ARG;
 }
 
+/* Whether another thread is in a call of the rank; else this one is, until abi_end. */
+static int abi_busy(abi_rank *r)
+{
+    return __atomic_test_and_set(&r->busy, __ATOMIC_ACQUIRE);
+}
+
 /* One call at a time: 0, or another thread's is not over. */
 static int abi_begin(const abi *u, abi_rank *r, int rank)
 {
-    const int busy = __atomic_test_and_set(&r->busy, __ATOMIC_ACQUIRE);
+    const int busy = abi_busy(r);
     abi_clash.handle = busy ? u->handle : 0;
     abi_clash.rank = rank;
     return busy ? (int)UPIPE_ERR_ARG : 0;
@@ -418,22 +424,49 @@ static int abi_refuse(abi_rank *r, upipe_status s)
     return abi_end(r, s);
 }
 
+/* Borders of the flattened batch; none is read behind the one at its end. */
+static upipe_status abi_borders(abi_rank *r, const int64_t *cu_seqlens, int64_t n)
+{
+    const int64_t tokens = r->plan.desc.tokens, rows = tokens * r->plan.desc.batch;
+    int64_t at = 0, i;
+    if (n < 0 || (cu_seqlens == NULL) != (n == 0))
+        return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "%lld packed sequences, cu_seqlens is %sNULL",
+                          (long long)n, cu_seqlens != NULL ? "not " : "");
+    if (n > 0 && cu_seqlens[0] != 0)
+        return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "cu_seqlens begins at %lld, not at 0",
+                          (long long)cu_seqlens[0]);
+    for (i = 0; i < n && at < rows; ++i) {
+        const int64_t begin = at, most = at / tokens * tokens + tokens;
+        at = cu_seqlens[i + 1];
+        if (at < begin || at > most)
+            return upipe_fail(
+                &r->ctx.err, UPIPE_ERR_ARG,
+                "packed sequence %lld is [%lld, %lld), in a sequence of the batch that ends at %lld",
+                (long long)i, (long long)begin, (long long)at, (long long)most);
+    }
+    if (n > 0 && (i < n || at < rows))
+        return upipe_fail(
+            &r->ctx.err, UPIPE_ERR_ARG,
+            "cu_seqlens has %lld packed sequences up to %lld, not %lld up to %lld, batch * tokens",
+            (long long)i, (long long)at, (long long)n, (long long)rows);
+    return UPIPE_OK;
+}
+
 int upipe_abi_pack(upipe_abi *handle, int rank, const int64_t *cu_seqlens, int64_t n)
 {
     abi *u = abi_of(handle);
     abi_rank *r = abi_rank_of(u, rank);
-    int64_t *copy;
-    int s;
+    int64_t *copy = NULL;
+    upipe_status s;
     if (r == NULL) return abi_nobody(u, rank);
-    if ((s = abi_begin(u, r, rank)) != 0) return s;
-    if (n < 0 || (n > 0 && cu_seqlens == NULL) || (uint64_t)n >= SIZE_MAX / sizeof *copy)
-        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
-                                        "%lld packed sequences, cu_seqlens is %sNULL", (long long)n,
-                                        cu_seqlens != NULL ? "not " : ""));
-    copy = n > 0 ? (int64_t *)malloc(((size_t)n + 1) * sizeof *copy) : NULL;
-    if (n > 0 && copy == NULL)
-        return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_MEMORY, "memory is out"));
-    if (n > 0) memcpy(copy, cu_seqlens, ((size_t)n + 1) * sizeof *copy);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    s = abi_borders(r, cu_seqlens, n);
+    if (s != UPIPE_OK) return abi_refuse(r, s);
+    if (n > 0) {
+        copy = (int64_t *)malloc(((size_t)n + 1) * sizeof *copy);
+        if (copy == NULL) return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_MEMORY, "memory is out"));
+        memcpy(copy, cu_seqlens, ((size_t)n + 1) * sizeof *copy);
+    }
     free(r->cu_seqlens);
     r->cu_seqlens = copy;
     r->sequences = n;
@@ -716,7 +749,7 @@ int upipe_abi_close(upipe_abi *handle)
     if (u->process != getpid())
         return (int)UPIPE_ERR_ARG; /* its sockets, threads and device are the parent's */
     for (i = 0; i < u->team.here; ++i) {
-        if (abi_begin(u, &u->rank[i], u->team.first + i) == 0) continue;
+        if (!abi_busy(&u->rank[i])) continue; /* no call of a rank: its sentences stay */
         while (--i >= 0) abi_end(&u->rank[i], UPIPE_OK);
         return (int)UPIPE_ERR_ARG;
     }

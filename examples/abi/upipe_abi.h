@@ -14,15 +14,16 @@
  * Tensors are of the handle's type and packed: q, o [batch][rows][heads][head_dim], k, v
  * [batch][rows][kv_heads][head_dim], where rows are this rank's tokens, upipe_abi_rows of them. A call returns when all
  * ranks have made it. A failed rank releases the others, and the handle is then good for upipe_abi_close alone. A
- * forward whose backward never comes holds its layer until upipe_abi_drop. Who keeps what a forward leaves in memory of
- * his own, by upipe_abi_save, needs one layer for any number of forwards. A rank that will not make the calls of the
- * others says so by upipe_abi_abort, which is a failure too.
+ * forward whose backward never comes holds its layer until upipe_abi_drop. A dq, dk or dv that is NULL is not wanted.
+ * Who keeps what a forward leaves in memory of his own, by upipe_abi_save, needs one layer for any number of forwards.
+ * A rank that will not make the calls of the others says so by upipe_abi_abort, which is a failure too.
  *
  * A library built for CUDA computes on the device that is current when the handle is opened, which must be current in
  * each call. Tensors are memory of this device. A call then returns when its work is enqueued on the rank's stream, and
  * a failure may show in a later call or in upipe_abi_sync. Ranks that are threads share the device.
  *
- * One thread at a time calls for a rank. A call while another thread's is not over is refused, and so is a close.
+ * One thread at a time calls for a rank. A call while another thread's is not over is refused, and so is a close, by
+ * its status alone.
  *
  * A handle that is NULL, closed, was never open, or is a forked parent's, or a rank that is not there, is refused: with
  * a status, and with -1 where a number is asked for. upipe_abi_error with the same arguments says why. `first` and
@@ -82,8 +83,11 @@ UPIPE_ABI_API upipe_abi *upipe_abi_open(const upipe_abi_desc *desc, char *why, s
 UPIPE_ABI_API upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int rank, const int *headers,
                                                 const int *data, char *why, size_t why_bytes);
 UPIPE_ABI_API int64_t upipe_abi_rows(const upipe_abi *u, int rank, int64_t *first);
-/* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; n = 0: none. The
- * numbers are copied. A backward has those of its forward. */
+/* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; NULL and 0: none. These
+ * are flash-attention's borders, over the batch * tokens rows of the flattened batch, in which sequence b begins at b *
+ * tokens: they begin at 0, ascend, and end at batch * tokens. A packed sequence lies in one sequence of the batch, and may be
+ * empty, but behind the end there is none. All else is refused, so that padding is a packed sequence too, and none of an
+ * array is read behind its end, whatever n is. The numbers are copied. A backward has those of its forward. */
 UPIPE_ABI_API int upipe_abi_pack(upipe_abi *u, int rank, const int64_t *cu_seqlens, int64_t n);
 UPIPE_ABI_API int upipe_abi_qkv_fwd(upipe_abi *u, int rank, int layer, void *o, const void *q, const void *k,
                                     const void *v);

@@ -139,14 +139,22 @@ class Attention:
         return self.number_of(rank, self.lib.upipe_abi_bytes(self.of(rank), rank))
 
     def pack(self, rank, cu_seqlens):
-        """The rank's calls from now on see packed sequences: positions where they begin, and the end; []: none."""
+        """The rank's calls from now on see packed sequences: flash-attention's borders over batch * tokens rows; []: none."""
         self.of(rank)
         self.packed[rank] = list(cu_seqlens)
 
     def set_borders(self, rank, cu_seqlens):
-        numbers = self.packed.get(rank, []) if cu_seqlens is None else cu_seqlens
-        array = (ctypes.c_int64 * len(numbers))(*numbers)
-        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array, max(len(numbers) - 1, 0)))
+        numbers = list(self.packed.get(rank, []) if cu_seqlens is None else cu_seqlens)
+        while len(numbers) > 2 and numbers[-2] == numbers[-1]:  # empty, behind the end, where the library reads nothing
+            numbers.pop()
+        try:
+            array = (ctypes.c_int64 * len(numbers))(*numbers)
+        except TypeError as error:
+            raise Error(f'cu_seqlens holds what is no integer: {error}') from error
+        for number, kept in zip(numbers, array):  # ctypes keeps the low bits of an integer
+            if number != kept:
+                raise Error(f'cu_seqlens holds {number}, which 64 bits do not hold')
+        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array or None, max(len(numbers) - 1, 0)))
 
     def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=None):
         """cu_seqlens: of this call; None: those of pack()."""

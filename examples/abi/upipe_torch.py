@@ -56,15 +56,12 @@ def check(u, rank, heads, **tensors):
             raise Error(f'{name} is {tuple(t.shape)}; rank {rank} has {shape}: batch, tokens, heads, head dim')
 
 
-def borders(u, cu_seqlens):
+def borders(cu_seqlens):
     if cu_seqlens is None:
         return []
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1:
         raise Error(f'cu_seqlens is {cu_seqlens.dtype} with {cu_seqlens.dim()} dimensions; torch.int32 or int64 with one')
-    out = cu_seqlens.tolist()
-    if (out[0], out[-1]) != (0, u.desc.tokens):  # tokens outside would see nothing
-        raise Error(f'cu_seqlens goes from {out[0]} to {out[-1]}; from 0 to {u.desc.tokens}, the tokens of a sequence')
-    return out
+    return cu_seqlens.tolist()
 
 
 def check_saved(u, rank, count):
@@ -89,7 +86,7 @@ def forward(q, k, v, cu_seqlens, causal, window, softcap, scale, number, rank, s
         check_saved(u, rank, saved_bytes)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         o, saved = torch.empty_like(q), q.new_empty(saved_bytes, dtype=torch.uint8)
-        u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), cu_seqlens=borders(u, cu_seqlens))
+        u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), cu_seqlens=borders(cu_seqlens))
         u.save(rank, saved.data_ptr())
         return o, saved
 
@@ -103,7 +100,7 @@ def backward(dout, o, q, k, v, saved, cu_seqlens, number, rank):  # pylint: disa
         dout, o, q, k, v = (t.contiguous() for t in (dout, o, q, k, v))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         u.restore(rank, saved.data_ptr())
-        u.qkv_bwd(rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), cu_seqlens=borders(u, cu_seqlens))
+        u.qkv_bwd(rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), cu_seqlens=borders(cu_seqlens))
         return dq, dk, dv
 
 
@@ -168,8 +165,9 @@ def attention(u, rank, q, k, v, *, cu_seqlens=None, causal=None, window=None, so
 
     q           [batch][rows][heads][head_dim] of the handle's type where it computes, rows of u.rows(rank); k, v with kv_heads; steps
                 as they are. Under torch.autocast they are cast first
-    cu_seqlens  where packed sequences begin, and the end, in positions of the whole sequence, so from 0 to its tokens: a tensor
-                of integers or a list, the same on all ranks; []: none; None: what u.pack() has said
+    cu_seqlens  flash-attention's borders of packed sequences, over the rows of the flattened batch, in which sequence b begins at
+                b * tokens: from 0 to batch * tokens, and none within two sequences of the batch; a tensor of integers or a list,
+                the same on all ranks; []: none; None: what u.pack() has said
     causal, window, softcap, scale  the handle's; one that is given and differs is refused
     out         as q, packed
     upipe_abi.Error with a sentence: for tensors of another type, device or shape, a handle that is closed or a forked parent's, a

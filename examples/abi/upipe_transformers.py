@@ -9,11 +9,14 @@
     team.sum_gradients(model)
 
 Models are those whose attention goes through transformers' AttentionInterface: decoders with causal masks, sliding windows
-and soft-caps. A rank sees its tokens with the positions that they have in the whole sequence.
+and soft-caps. A rank sees its tokens with the positions that they have in the whole sequence. A model in which anything else
+mixes tokens is refused at its first call: convolutions, state spaces, linear attention, attention of its own.
 """
 
+import re
+
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from upipe_abi import Error
 from upipe_torch import DTYPES, attention, autocast_dtype
@@ -22,6 +25,9 @@ IGNORED = -100  # transformers' label of a token without a loss
 # Of the positions that shard() gives. A model that is given none makes its own, of torch.int64, and rank 0's are even right: by
 # the type each rank sees that they were forgotten, before it waits for another.
 POSITIONS = torch.int32
+# Classes of modules that mix tokens, are no attention, and may have no convolution.
+MIXERS = re.compile('mamba|rwkv|rglru|lightning|retention|delta(net|attention)', re.IGNORECASE)
+SERVED = [0]  # layers that attend() has been called for, or that were traced
 
 
 def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
@@ -61,6 +67,45 @@ def positions(at, borders):
     return at - borders[torch.searchsorted(borders, at, right=True) - 1]
 
 
+def mixers(module, where=''):
+    """Names of what mixes tokens and is no attention, in a model but not in models that are its parts, whose calls are checked
+    too."""
+    for name, part in module.named_children():
+        convolves = isinstance(part, torch.nn.Conv1d) and part.kernel_size[0] > 1
+        if convolves or isinstance(part, torch.nn.RNNBase) or MIXERS.search(type(part).__name__):
+            yield f'{where}{name}, a {type(part).__name__} of {type(module).__name__},'
+        elif not isinstance(part, PreTrainedModel):
+            yield from mixers(part, f'{where}{name}.')
+
+
+@torch.compiler.assume_constant_result
+def check_model(model):
+    """SERVED before the model's call."""
+    for what in mixers(model):
+        raise Error(f'{type(model).__name__} is not served: {what} mixes the tokens that a rank has, and is no attention')
+    return SERVED[0]
+
+
+@torch.compiler.assume_constant_result
+def check_served(model, before):
+    if SERVED[0] == before:
+        raise Error(f'{type(model).__name__} has called no attention of register(): its attn_implementation is '
+                    f'{model.config._attn_implementation}, or what mixes tokens is its own')  # pylint: disable=protected-access
+
+
+def call_model(model, *args, **kwargs):
+    """A model's call, with or without what shard() returns."""
+    if 'team_tokens' not in kwargs:
+        return torch.nn.Module.__call__(model, *args, **kwargs)
+    before = check_model(model)
+    out = torch.nn.Module.__call__(model, *args, **kwargs)
+    check_served(model, before)
+    return out
+
+
+PreTrainedModel.__call__ = call_model
+
+
 def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
     """What the library would compute otherwise, or not at all."""
     what = [name for name in ('position_bias', 's_aux', 'head_mask', 'block_table') if more.get(name) is not None]
@@ -98,8 +143,9 @@ def register(team, name='upipe'):
         if module.layer_idx == 0 and position_ids is not None:
             first, count = team.rows(team_tokens)
             own = positions(torch.arange(first, first + count, device=query.device), cu_seq_lens_q)
-            torch._assert_async((position_ids == own).all(),  # pylint: disable=protected-access
-                                "position_ids are not those of this rank's tokens: take shard()'s")
+            whole = (cu_seq_lens_q[0] == 0) & (cu_seq_lens_q[-1] == team_tokens)
+            torch._assert_async((position_ids == own).all() & whole,  # pylint: disable=protected-access
+                                "position_ids and cu_seq_lens_q are not those of this rank's tokens: take shard()'s")
         dtype = autocast_dtype(query.device.type) or query.dtype
         if dtype not in DTYPES:
             raise Error(f'{dtype} is not served: torch.float32 and torch.bfloat16 are')
@@ -107,12 +153,13 @@ def register(team, name='upipe'):
                         head_dim=query.shape[3], causal=int(module.is_causal if is_causal is None else is_causal),
                         window=sliding_window or 0, scale=scaling or 0.0, softcap=softcap or 0.0,
                         dtype=DTYPES.index(dtype))
-        packed = cu_seq_lens_q if len(cu_seq_lens_q) > 2 else None
+        packed = cu_seq_lens_q if len(cu_seq_lens_q) > 2 else []
         return attention(u, team.rank, *(t.transpose(1, 2) for t in (query, key, value)), cu_seqlens=packed), None
 
     @torch.compiler.assume_constant_result
     def opened(**desc):
         """A handle is the same each time, so that torch.compile may open it while it traces."""
+        SERVED[0] += 1
         return team.handle(**desc)
 
     AttentionInterface.register(name, attend)

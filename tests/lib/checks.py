@@ -90,6 +90,21 @@ def wait_for(condition, seconds=60, pause=0.01):
     return True
 
 
+def draws(part):
+    """Seeds of random draws, by the variables of test.h: a part of the number and of the seconds. One that fails says how to
+    replay it."""
+    seed, exact = int(os.environ.get('UPIPE_SEED', 1)), os.environ.get('UPIPE_DRAWS')
+    least = int(exact or int(os.environ.get('UPIPE_DRAWS_MIN', 200)) // part)
+    budget, began, done = 0 if exact else float(os.environ.get('UPIPE_SECONDS', 0)) / part, time.monotonic(), 0
+    while done < least or time.monotonic() - began < budget:
+        failed = COUNTS['failed']
+        yield seed + done
+        if COUNTS['failed'] > failed:
+            print(f'replay: UPIPE_SEED={seed + done} UPIPE_DRAWS=1', file=sys.stderr)
+        done += 1
+    print(f'reached: {done} draws from seed {seed} in {time.monotonic() - began:.0f} s')
+
+
 def other_python(*places):
     """Starts the script again with the next of these Pythons, which may have a package that this one lacks: Debian's belong
     to Debian's, which need not be the first in PATH. Returns where none is left."""

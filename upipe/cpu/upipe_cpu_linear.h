@@ -220,17 +220,19 @@ UPI_INLINE void upi_linear_store_as(upipe_view v, int64_t row, int l, int head, 
                                     const float *factor, const float *more, upipe_dtype dtype)
 {
     int i;
-    for (i = 0; i < l; ++i, src += v.d, more += more != NULL ? v.d : 0) {
+    for (i = 0; i < l; ++i, src += v.d) {
         void *to = upipe_view_at(v, row + i, head);
         const upi_fw f = upi_fw_set1(factor[i]);
-        if (more != NULL)
+        if (more != NULL) {
             UPI_ROW_STEPS(k, n, v.d,
                           upi_row_put(to, dtype, k, n,
                                       upi_fw_fma(upi_row_get(src, UPIPE_F32, k, n), f,
                                                  upi_row_get(more, UPIPE_F32, k, n))));
-        else
+            more += v.d;
+        } else {
             UPI_ROW_STEPS(k, n, v.d,
                           upi_row_put(to, dtype, k, n, upi_fw_mul(upi_row_get(src, UPIPE_F32, k, n), f)));
+        }
     }
 }
 
