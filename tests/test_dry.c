@@ -447,9 +447,39 @@ static void test_surroundings(void)
     CHECK_INT(dry->mem.live, 2 * upipe_plan_unit_bytes(&plan));
     CHECK_REFUSED(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_ERR_ARG, c->err,
                   "not there");
-    desc.ranks = UPIPE_DRY_RANKS_MAX + 1, desc.chunk = desc.heads;
-    CHECK_STATUS(upipe_plan_init(&plan, &desc, &c->err), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_dry_init(dry, &plan, &fake_ops), UPIPE_ERR_UNSUPPORTED, c->err);
+}
+
+/* What a plan takes a dry run takes: as many ranks of a team and of a ring. */
+static void test_ranks(void)
+{
+    static const int most[][2] = {{UPIPE_RANKS_MAX, 1}, {1, UPIPE_RANKS_MAX}, {2, UPIPE_RANKS_MAX}};
+    float weight[1];
+    int i;
+    set_scratch(1000, 2000, 3000);
+    for (i = 0; i < 3; ++i) {
+        upipe_plan_desc desc = {0};
+        upipe_layer layer = {0};
+        upipe_plan plan;
+        int which, *const ranks[] = {&desc.ranks, &desc.ring};
+        desc.tokens = 4 * UPIPE_RANKS_MAX;
+        desc.heads = desc.kv_heads = desc.chunk = UPIPE_RANKS_MAX;
+        desc.head_dim = 32;
+        desc.model_dim = 32;
+        desc.batch = 1;
+        for (which = 0; which < 2; ++which) *ranks[which] = most[i][which];
+        layer.wq = layer.wk = layer.wv = layer.wo = weight;
+        layer.mask.causal = 1;
+        layer.plan = &plan;
+        CHECK_STATUS(upipe_plan_init(&plan, &desc, &dry->ctx.err), UPIPE_OK, dry->ctx.err);
+        CHECK_STATUS(upipe_dry_init(dry, &plan, &fake_ops), UPIPE_OK, dry->ctx.err);
+        CHECK_STATUS(upipe_dry_block(dry, &layer, 1), UPIPE_OK, dry->ctx.err);
+        CHECK(dry->mem.peak > 0);
+        for (which = 0; which < 2; ++which) {
+            *ranks[which] = UPIPE_RANKS_MAX + 1;
+            CHECK_STATUS(upipe_plan_init(&plan, &desc, &dry->ctx.err), UPIPE_ERR_UNSUPPORTED, dry->ctx.err);
+            *ranks[which] = most[i][which];
+        }
+    }
 }
 
 static upipe_status refuse_block(void *user, size_t bytes, int use, const char *tag)
@@ -803,6 +833,7 @@ int main(void)
     test_claims();
     test_dq_sums();
     test_surroundings();
+    test_ranks();
     test_reads_o();
     test_moved();
     test_alike();

@@ -1,6 +1,6 @@
 /* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 9
  *
- *     upipe_dry *dry = malloc(sizeof *dry);              about 510 KB: too much for some stacks
+ *     upipe_dry *dry = malloc(sizeof *dry);              about 970 KB: too much for some stacks
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
  *     upipe_dry_block(dry, &layer, 1);                   one block, forward and backward
  *     dry->mem.need, dry->mem.blocks_peak                slab bytes, with alignment and holes; live blocks
@@ -22,7 +22,11 @@
 #include "upipe_qkv.h"
 #include "upipe_reduce.h"
 
-enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
+enum {
+    UPIPE_DRY_RANKS_MAX = UPIPE_RANKS_MAX, /* of a team, and of a ring: what a plan takes */
+    UPIPE_DRY_BLOCKS_MAX = 1024,
+    UPIPE_DRY_HOST_BLOCKS_MAX = 16
+};
 
 /* What the calls of compute would have done: FLOPs, a multiplication and an addition each, of products, and of
  * attention over the keys that its mask shows (forward 4, backward 10 a query, key and element of head_dim). */
@@ -255,7 +259,7 @@ UPIPE_API upipe_status upi_dry_guard(void *user, size_t bytes, int use, const ch
 
 /* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table, which may have no others
  *   plan    NULL: a rank alone
- *   errors  UNSUPPORTED for more than UPIPE_DRY_RANKS_MAX ranks
+ *   errors  ARG for a NULL table
  */
 UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, const upipe_ops *ops)
 {
@@ -265,9 +269,6 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     d.ranks = d.ring = 1;
     if (plan != NULL) d = plan->desc;
     if (ops == NULL) return upipe_fail(&dry->ctx.err, UPIPE_ERR_ARG, "the compute table is NULL");
-    if (d.ranks > UPIPE_DRY_RANKS_MAX || d.ring > UPIPE_DRY_RANKS_MAX)
-        return upipe_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
-                          d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
     dry->mem.guard = upi_dry_guard;
     dry->mem.user = dry;
