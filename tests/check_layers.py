@@ -38,7 +38,7 @@ LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Folders of private parts, and the header that includes them.
 PARTS = {'plan': 'upipe_plan.h', 'ring': 'upipe_ring.h', 'stage': 'upipe_stage.h', 'qkv': 'upipe_qkv.h',
          'fpdt': 'upipe_fpdt.h', 'zero': 'upipe_zero.h', 'tile': 'upipe_tile.h', 'scan': 'upipe_scan.h',
-         'way': 'upipe_linear_attn.h', 'linear': 'upipe_linear_layer.h'}
+         'way': 'upipe_linear_attn.h', 'linear': 'upipe_linear_layer.h', 'dry': 'upipe_dry.h'}
 # Parts with public types, which lie below the layer named here: so that other headers can be made of them.
 TYPES = {'plan/types.h': 'upipe_schedule.h', 'stage/types.h': 'upipe_stage.h', 'qkv/types.h': 'upipe_qkv.h',
          'fpdt/types.h': 'upipe_segments.h', 'zero/shards.h': 'upipe_zero.h', 'scan/types.h': 'upipe_scan.h',

@@ -380,6 +380,7 @@ static inline int llama_config_known(const llama_config *c, json_t *root, json_t
     llama_strangers s;
     const char *name;
     json_t *value;
+    size_t n;
     memset(&s, 0, sizeof s);
     json_object_foreach(root, name, value)
     {
@@ -394,7 +395,8 @@ static inline int llama_config_known(const llama_config *c, json_t *root, json_t
     }
     llama_strangers_ropes(&s, c, text, family);
     if (s.n == 0) return 0;
-    if (s.more > 0) snprintf(s.names + strlen(s.names), sizeof " and 1000000 more", " and %d more", s.more);
+    n = strlen(s.names);
+    if (s.more > 0) snprintf(s.names + n, sizeof s.names - n, " and %d more", s.more);
     return llama_config_fail(err, path, "%s %s not known of a %s%s%s; --ignore-key reads on without %s",
                              s.names, s.n > 1 ? "are keys that are" : "is a key that is", family->type,
                              s.rope ? " with RoPE of the type " : "",
