@@ -336,7 +336,7 @@ def documents():
     write(at('zeros'), '5 0 7')
     for sentence, *words in [
         ('lognormal:MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:4k,1,2k'),
-        ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k,5'),
+        ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k,5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k 5'),
         ('no length from 1', '--documents', at('zeros')), ('--max-tokens', '--documents', 'lognormal:2k,1,4k', '--as', 'torchtitan')]:
         refused(sentence, *small, *words)
     write(at('ones'), '1 ') # as many documents as tokens
