@@ -6,7 +6,8 @@ lie in a folder; a part includes other parts of its folder and what its owner ma
 stand below the code that uses them; a backend includes the core and its own folder; the core names no backend. There is
 no circle of includes. A name that begins with upi_ is used by its owner and the owner's folder alone, in a backend by
 that folder, and never by examples or benchmarks. The loops over stages stand in their doors, and a direction is a
-function, not a parameter. No header prints or exits; core headers do not touch the heap either. Headers, functions and
+function, not a parameter. No header prints or exits; core headers do not touch the heap either. What a program reads has
+no real number by printf, whose point is the locale's: such formats stand in sentences alone, and nothing sets a locale. Headers, functions and
 the core have ceilings. Prints one line a breach and exits non-zero if there is one.
 """
 
@@ -37,7 +38,7 @@ LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Folders of private parts, and the header that includes them.
 PARTS = {'plan': 'upipe_plan.h', 'ring': 'upipe_ring.h', 'stage': 'upipe_stage.h', 'qkv': 'upipe_qkv.h',
          'fpdt': 'upipe_fpdt.h', 'zero': 'upipe_zero.h', 'tile': 'upipe_tile.h', 'scan': 'upipe_scan.h',
-         'way': 'upipe_linear_attn.h', 'linear': 'upipe_linear_layer.h'}
+         'way': 'upipe_linear_attn.h', 'linear': 'upipe_linear_layer.h', 'dry': 'upipe_dry.h'}
 # Parts with public types, which lie below the layer named here: so that other headers can be made of them.
 TYPES = {'plan/types.h': 'upipe_schedule.h', 'stage/types.h': 'upipe_stage.h', 'qkv/types.h': 'upipe_qkv.h',
          'fpdt/types.h': 'upipe_segments.h', 'zero/shards.h': 'upipe_zero.h', 'scan/types.h': 'upipe_scan.h',
@@ -80,9 +81,12 @@ FOREIGN = {
 
 BACKEND_NAME = re.compile(r'(?i)(?<![a-z0-9])(cpu|cuda|cublas|nccl|mpi|cblas|openblas|avx2?|pthread|thrd)(?![a-z])')
 PRINTS = 'printf vprintf puts putchar fputs fputc putc fwrite perror vfprintf fprintf'.split()
-LEAVES = 'exit _exit _Exit quick_exit abort atexit signal raise system longjmp'.split()
+LEAVES = 'setlocale newlocale uselocale exit _exit _Exit quick_exit abort atexit signal raise system longjmp'.split()
 # A pool's picture goes to a file of the caller's; a kernel that hangs has no other way to say so, in a build that asks for it.
 MAY_PRINT = {('fprintf', 'upipe_mem.h'), ('printf', 'cuda/upipe_cuda_kernel.h')}
+# A conversion of a real number, and the calls whose text a person reads.
+REAL = re.compile(r'%[-+ #0]*[\d.*]*(?:l|L)?[aAeEfFgG](?![a-z])')
+SENTENCES = re.compile(r'_fail\s*\(')
 HEAP = 'malloc calloc realloc free aligned_alloc posix_memalign strdup alloca mmap'.split()
 
 
@@ -182,6 +186,15 @@ def check_words(report, name, source):
         for word in re.findall(r'\b(stdin|stdout|stderr|getenv|setenv|errno)\b', line):
             if core or word != 'errno':
                 report(at, number, f'{word}: state of the process')
+
+
+def check_reals(report, name, source):
+    """Real numbers are written in sentences alone."""
+    text = without_comments(source)
+    for found in re.finditer(r'"(?:[^"\\\n]|\\.)*"', text):
+        statement = text[max(text.rfind(mark, 0, found.start()) for mark in ';{}') + 1:found.start()]
+        if REAL.search(found.group(0)) and not SENTENCES.search(statement):
+            report(f'upipe/{name}', line_of(text, found.start()), f'{found.group(0)}: the point of a real number is the locale\'s')
 
 
 def enclosing(found, text, offset):
@@ -317,6 +330,7 @@ def main():
         check_place(report, name, sources[name])
         check_guard(report, name, text)
         check_words(report, name, sources[name])
+        check_reals(report, name, sources[name])
         includes[name] = []
         for found in INCLUDE.finditer(text):
             check_include(report, name, line_of(text, found.start()), '<' if found.group(1) == '<' else '"',
@@ -326,6 +340,9 @@ def main():
         if is_core(name):
             count += check_functions(report, name, text)
             lines += code_lines(sources[name])
+    for name, text in sorted(others.items()):
+        for found in call_of(['setlocale', 'newlocale', 'uselocale']).finditer(text):
+            report(name, line_of(text, found.start()), f'{found.group(1)}(): the point in what programs write is then another')
     check_circles(report, includes)
     check_loops(report, texts)
     names = check_private(report, texts, others)

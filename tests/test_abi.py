@@ -246,7 +246,7 @@ def rings(abi, library, layer):
         check(sorted(sum((positions for positions, _ in got.values()), [])) == list(range(TOKENS)), f'{more}: positions {got}')
         refused(abi, lambda u=u: u.positions(u.ranks), f'rank {u.ranks} of {len(got)}')
         u.close()
-    for more, words in (({'ring': -1}, b'a ring of -1'), ({'ring': 513}, b'a ring of 513'), ({'ring': 2, 'layout': 7}, b'layout'),
+    for more, words in (({'ring': -1}, b'a ring of -1'), ({'ring': 1025}, b'a ring of 1025'), ({'ring': 2, 'layout': 7}, b'layout'),
                         ({'ring': 2, 'ring_mode': 9}, b'mode'), ({'ring': 4, 'ring_inner': 3}, b'inner'), ({'ring': 8}, b'13')):
         check(lib.upipe_abi_open(ctypes.byref(described(abi, **{'layout': 1, **more})), why, len(why)) is None and words in why.value,
               f'{more}: {why.value}')
@@ -609,9 +609,9 @@ def misused(abi, library):
     desc = abi.Desc(tokens=8, heads=3, kv_heads=2, head_dim=32)
     check(lib.upipe_abi_open(ctypes.byref(desc), None, 256) is None, 'no place for the sentence')
     check(lib.upipe_abi_open(ctypes.byref(desc), why, 0) is None, 'no bytes for the sentence')
-    for ranks in 513, 2**31 - 1:
+    for ranks in 1025, 2**31 - 1:
         refused(abi, lambda ranks=ranks: abi.Attention(library, tokens=2**20, heads=4, head_dim=32, ranks=ranks),
-                f'{ranks} ranks, at most 512')
+                f'{ranks} ranks, at most 1024')
 
     def one_is_wrong(rank):
         t = floats([0.0] * 8 * 4 * 32)

@@ -1552,14 +1552,24 @@ static const struct {
     {"{" LLAMA ",\"per_layer_config\":{\"0\":{\"num_attention_heads\":2}}}", "per_layer_config is set"},
     {"{" LLAMA ",\"per_layer_config\":null,\"text_config\":null,\"quantization_config\":null}", NULL},
     {"{" LLAMA ",\"quantization_config\":{}}", "quantization_config is set"},
-    {"{" LLAMA ",\"auto_map\":{\"AutoModelForCausalLM\":\"modeling_other.Other\"}}", "auto_map is set"},
+    {"{" LLAMA ",\"auto_map\":{\"AutoModelForCausalLM\":\"modeling_other.Other\"}}",
+     "auto_map is a key that is not known of a llama"},
     /* keys */
     {"{" LLAMA ",\"other\":[1,{}]}", "other is a key that is not known of a llama; --ignore-key"},
     {"{" LLAMA ",\"other\":null}", "other is a key that is not known of a llama"},
     {"{" LLAMA ",\"no_rope_layers\":[0,0]}", "no_rope_layers is a key that is not known of a llama"},
     {"{" LLAMA ",\"max_window_layers\":1}", "max_window_layers is a key"},
     {"{" QWEN2 ",\"residual_multiplier\":0.1}", "residual_multiplier is a key that is not known of a qwen2"},
-    {"{" LLAMA ",\"sliding\":7,\"window\":1}", "is a key that is not known"},
+    {"{" LLAMA ",\"sliding\":7,\"window\":1}",
+     "sliding, window are keys that are not known of a llama; --ignore-key"},
+    {"{" QWEN2 ",\"use_mrope\":false}", NULL},
+    {"{" QWEN2 ",\"use_mrope\":true}", "use_mrope is set"},
+    {"{" PHI3
+     ",\"auto_map\":{\"AutoModel\":\"x\"},\"full_attn_mod\":1,\"interpolate_factor\":1,\"lm_head_bias\":false}",
+     NULL},
+    {"{" PHI3 ",\"full_attn_mod\":2}", "full_attn_mod is 2; only 1 is built"},
+    {"{" PHI3 ",\"interpolate_factor\":2}", "interpolate_factor is 2; only 1 is built"},
+    {"{" PHI3 ",\"lm_head_bias\":true}", "lm_head_bias is set"},
     {"{" LLAMA ",\"\":7}", "is a key that is not known"},
     {"{" LLAMA ",\"use_cache initializer_range\":7}", "is a key that is not known"},
     {"{" LLAMA ",\"pretraining_tp\":2,\"rope_interleaved\":true,\"_name_or_path\":\"x\"}", NULL},
@@ -1673,7 +1683,7 @@ static const struct {
     {"{" GEMMA3 ",\"rope_parameters\":{\"sliding_attention\":{\"rope_type\":\"linear\",\"rope_theta\":5}}}",
      "rope_parameters of sliding_attention has rope_type linear; only default"},
     {"{" GEMMA3 ",\"rope_parameters\":{\"sliding_attention\":{\"factor\":5}}}",
-     "rope_parameters of sliding_attention has factor"},
+     "rope_parameters.sliding_attention.factor is a key"},
     {"{" GEMMA3 ROPE("\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":false") "}",
      "truncate is false; only true is built"},
     {"{" GEMMA3 ROPE("\"rope_type\":\"yarn\",\"factor\":4.0,\"truncate\":true") "}", NULL},
@@ -1688,7 +1698,7 @@ static const struct {
     {"{" GEMMA2 ",\"sliding_window_pattern\":2}",
      "sliding_window_pattern is a key that is not known of a gemma2"},
     {"{" GEMMA2 ",\"rope_parameters\":{\"full_attention\":{\"rope_theta\":5}}}",
-     "rope_parameters has full_attention, which its type default does not use"},
+     "rope_parameters.full_attention is a key that is not known of a gemma2 with RoPE of the type default"},
     {"{" QWEN3_5 "}", NULL},
     {"{" QWEN3_5 ",\"layer_types\":[" LINEAR "," FULL
      "],\"full_attention_interval\":2,\"attn_output_gate\":true,"
@@ -1729,7 +1739,7 @@ static const struct {
     {"{" LLAMA ROPE("\"type\":\"linear\",\"factor\":0.5") "}", "factor is 0.5, not in 1"},
     {"{" LLAMA ROPE("\"type\":\"linear\",\"factor\":\"2\"") "}", "factor is not a number"},
     {"{" LLAMA ROPE("\"type\":\"linear\",\"factor\":2,\"beta_fast\":2") "}",
-     "has beta_fast, which its type linear"},
+     "rope_scaling.beta_fast is a key that is not known of a llama with RoPE of the type linear"},
     {"{" LLAMA ROPE("\"type\":\"dynamic\",\"factor\":2") "}", NULL},
     {"{" LLAMA ",\"rope_scaling\":{\"type\":\"dynamic\",\"factor\":2}}",
      "max_position_embeddings is missing"},
@@ -1755,12 +1765,13 @@ static const struct {
      NULL},
     {"{" LLAMA ROPE("\"type\":\"ntk\"") "}", "type ntk; default, linear, dynamic"},
     {"{" LLAMA ROPE("\"type\":3") "}", "type that is no string"},
-    {"{" LLAMA ROPE("\"factor\":2") "}", "rope_scaling has factor, which its type default does not use"},
-    {"{" LLAMA ROPE("\"short_factor\":[1,2]") "}", "rope_scaling has short_factor"},
+    {"{" LLAMA ROPE("\"factor\":2") "}",
+     "rope_scaling.factor is a key that is not known of a llama with RoPE of the type default"},
+    {"{" LLAMA ROPE("\"short_factor\":[1,2]") "}", "rope_scaling.short_factor is a key"},
     {"{" LLAMA ROPE("\"rope_type\":\"default\",\"mrope_section\":[16,24,24]") "}",
-     "rope_scaling has mrope_section"},
+     "rope_scaling.mrope_section is a key"},
     {"{" LLAMA ",\"rope_parameters\":{\"full_attention\":{\"rope_type\":\"default\",\"rope_theta\":1e6}}}",
-     "rope_parameters has full_attention"},
+     "rope_parameters.full_attention is a key"},
     {"{" LLAMA ",\"rope_scaling\":{\"type\":\"default\",\"factor\":null}}", NULL},
     {"{" LLAMA ",\"rope_scaling\":{},\"rope_parameters\":null}", NULL},
     {"{" LLAMA ",\"rope_scaling\":{\"rope_theta\":5e5},\"rope_parameters\":{\"rope_theta\":1e3}}",
@@ -2006,6 +2017,63 @@ static void test_keys(void)
     unlink(path);
 }
 
+/* A key inside an object of RoPE is refused by the name that --ignore-key takes, all such keys in one sentence. */
+static void test_inner_keys(void)
+{
+    static const struct {
+        const char *text, *says, *ignored[8];
+    } files[] = {
+        {"{" LLAMA ROPE("\"rope_type\":\"yarn\",\"factor\":4,\"attn_factor\":0.8,\"finetuned\":true") "}",
+         "rope_scaling.attn_factor, rope_scaling.finetuned are keys that are not known of a llama with RoPE of the type "
+         "yarn; --ignore-key reads on without each",
+         {"rope_scaling.attn_factor", "rope_scaling.finetuned"}},
+        {"{" QWEN2 ",\"a\":1,\"rope_parameters\":{\"rope_theta\":5,\"mrope_section\":[1]},\"b\":2}",
+         "a, b, rope_parameters.mrope_section are keys",
+         {"a", "b", "rope_parameters.mrope_section"}},
+        {"{" LLAMA ROPE("\"x\":1") ",\"rope_parameters\":{\"x\":1}}",
+         "rope_scaling.x, rope_parameters.x are keys",
+         {"rope_scaling.x", "rope_parameters.x"}},
+        {"{" GEMMA3
+         ",\"rope_parameters\":{\"full_attention\":{\"x\":1},\"sliding_attention\":{\"factor\":2}}}",
+         "rope_parameters.full_attention.x, rope_parameters.sliding_attention.factor are keys",
+         {"rope_parameters.full_attention.x", "rope_parameters.sliding_attention.factor"}},
+        {"{\"model_type\":\"qwen3_5\",\"c.d\":1,\"text_config\":{\"e\":1,\"rope_parameters\":{\"x\":1}," QWEN3_5
+         "}}",
+         "c.d, e, rope_parameters.x are keys that are not known of a qwen3_5_text with",
+         {"c.d", "e", "text_config.rope_parameters.x"}},
+        {"{" LLAMA
+         ",\"auto_map\":{},\"key_of_twenty_letters\":1,\"another_of_twenty_five\":1,\"one_more_of_twenty_five_l\":1,"
+         "\"the_last_of_the_names_\":1,\"one_without_any\":1,\"z\":1}",
+         "the_last_of_the_names_ and 2 more are keys that are not known of a llama",
+         {"auto_map", "key_of_twenty_letters", "another_of_twenty_five", "one_more_of_twenty_five_l",
+          "the_last_of_the_names_", "one_without_any", "z"}}};
+    char path[1200];
+    upipe_err err;
+    llama_config c;
+    size_t i;
+    int k, n;
+    snprintf(path, sizeof path, "%s/config.json", folder);
+    for (i = 0; i < sizeof files / sizeof *files; ++i) {
+        text_list ignored = {0, {0}};
+        write_text(path, files[i].text);
+        CHECK_INT(llama_config_read(&c, NULL, path, NULL, &err), -1);
+        CHECK_TEXT(err.text, files[i].says);
+        for (n = 0; n < 8 && files[i].ignored[n] != NULL; ++n) ignored.at[n] = files[i].ignored[n];
+        for (k = 0; k < n; ++k) { /* without any of them it is still refused */
+            ignored.n = n - 1;
+            ignored.at[k] = files[i].ignored[n - 1];
+            CHECK_INT(llama_config_read(&c, NULL, path, &ignored, &err), -1);
+            ignored.at[k] = files[i].ignored[k];
+        }
+        ignored.n = n;
+        CHECK_SAY(llama_config_read(&c, NULL, path, &ignored, &err) == 0, "%s: %s", files[i].text, err.text);
+        ignored.at[ignored.n++] = "rope_scaling.none";
+        CHECK_INT(llama_config_read(&c, NULL, path, &ignored, &err), -1);
+        CHECK_TEXT(err.text, "has no key rope_scaling.none, which --ignore-key names");
+    }
+    unlink(path);
+}
+
 /* Which biases a file means, and that what is written means the same. */
 static void test_biases(void)
 {
@@ -2120,6 +2188,7 @@ int main(void)
     test_config();
     test_layers();
     test_keys();
+    test_inner_keys();
     test_biases();
     test_bits();
     test_slow();

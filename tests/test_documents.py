@@ -131,6 +131,18 @@ def test_batch(_):
     equal((numbers['loss'], numbers['grad_norm']), ([0, 0], [0, 0]), 'documents that are a token')
 
 
+def test_bytes(_):
+    """Pools hold what they hold without documents, teams send the same; what no query sees is not sent round a ring, nor fetched."""
+    packed('short', IDS * 3, [8] * 24 + [3])
+    for method, ranks, less in [('upipe', 4, ()), ('ulysses', 2, ()), ('zigzag', 4, ('sent_bytes_per_step',)), ('ring', 4, ('sent_bytes_per_step',)),
+                                ('usp', 4, ('sent_bytes_per_step',)), ('upipe-fpdt', 2, ('plan_moved_bytes',))]:
+        flags = {'tokens_file': 'short.bin', 'tokens': 64, 'ranks': ranks, 'steps': 1, 'method': method}
+        apart, joined = run(method, **flags), run(f'{method}, joined', documents='joined', **flags)
+        for key in 'plan_bytes', 'slab_bytes', 'sent_bytes_per_step', 'plan_moved_bytes':
+            right = apart[key] < joined[key] if key in less else apart[key] == joined[key]
+            check(right, f'{method}: {key} is {apart[key]}, joined {joined[key]}')
+
+
 def test_mask(_):
     """What is masked is no target: the mean is over the rest, which is the document after the first."""
     packed('all', IDS, LENGTHS)
@@ -256,5 +268,5 @@ def test_tokenize(_):
 
 if __name__ == '__main__':
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(run_tests('documents', test_formats, test_alone, test_batch, test_mask, test_resume, test_usage, test_changes,
+    sys.exit(run_tests('documents', test_formats, test_alone, test_batch, test_bytes, test_mask, test_resume, test_usage, test_changes,
                        test_sparse, test_tokenize))

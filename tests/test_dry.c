@@ -447,9 +447,39 @@ static void test_surroundings(void)
     CHECK_INT(dry->mem.live, 2 * upipe_plan_unit_bytes(&plan));
     CHECK_REFUSED(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_ERR_ARG, c->err,
                   "not there");
-    desc.ranks = UPIPE_DRY_RANKS_MAX + 1, desc.chunk = desc.heads;
-    CHECK_STATUS(upipe_plan_init(&plan, &desc, &c->err), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_dry_init(dry, &plan, &fake_ops), UPIPE_ERR_UNSUPPORTED, c->err);
+}
+
+/* What a plan takes a dry run takes: as many ranks of a team and of a ring. */
+static void test_ranks(void)
+{
+    static const int most[][2] = {{UPIPE_RANKS_MAX, 1}, {1, UPIPE_RANKS_MAX}, {2, UPIPE_RANKS_MAX}};
+    float weight[1];
+    int i;
+    set_scratch(1000, 2000, 3000);
+    for (i = 0; i < 3; ++i) {
+        upipe_plan_desc desc = {0};
+        upipe_layer layer = {0};
+        upipe_plan plan;
+        int which, *const ranks[] = {&desc.ranks, &desc.ring};
+        desc.tokens = 4 * UPIPE_RANKS_MAX;
+        desc.heads = desc.kv_heads = desc.chunk = UPIPE_RANKS_MAX;
+        desc.head_dim = 32;
+        desc.model_dim = 32;
+        desc.batch = 1;
+        for (which = 0; which < 2; ++which) *ranks[which] = most[i][which];
+        layer.wq = layer.wk = layer.wv = layer.wo = weight;
+        layer.mask.causal = 1;
+        layer.plan = &plan;
+        CHECK_STATUS(upipe_plan_init(&plan, &desc, &dry->ctx.err), UPIPE_OK, dry->ctx.err);
+        CHECK_STATUS(upipe_dry_init(dry, &plan, &fake_ops), UPIPE_OK, dry->ctx.err);
+        CHECK_STATUS(upipe_dry_block(dry, &layer, 1), UPIPE_OK, dry->ctx.err);
+        CHECK(dry->mem.peak > 0);
+        for (which = 0; which < 2; ++which) {
+            *ranks[which] = UPIPE_RANKS_MAX + 1;
+            CHECK_STATUS(upipe_plan_init(&plan, &desc, &dry->ctx.err), UPIPE_ERR_UNSUPPORTED, dry->ctx.err);
+            *ranks[which] = most[i][which];
+        }
+    }
 }
 
 static upipe_status refuse_block(void *user, size_t bytes, int use, const char *tag)
@@ -752,6 +782,72 @@ static long steps_of(int64_t tokens, int64_t batch)
     return asked + attended;
 }
 
+/* Forward and backward of segments, and what they copy between the pools. */
+static int64_t segments_life(upipe_dry *d, const upipe_fpdt *f, const upipe_ops *ops, int every)
+{
+    float *const weight = (float *)(void *)ops; /* never touched */
+    upipe_plan plan;
+    upipe_fpdt own = *f;
+    upipe_fpdt_saved save;
+    upipe_grads grads;
+    upipe_ctx *c = &d->ctx;
+    CHECK_STATUS(upipe_fpdt_plan(f, 0, &plan, &c->err), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_dry_init(d, &plan, ops), UPIPE_OK, c->err);
+    if (every) d->mem.dry = -1;
+    own.host = &d->host;
+    memset(&grads, 0, sizeof grads);
+    grads.wq = grads.wk = grads.wv = grads.wo = weight;
+    d->ops.attn_fwd = count_fwd;
+    d->ops.attn_bwd = count_bwd;
+    attended = 0;
+    CHECK_STATUS(upipe_fpdt_fwd(c, &own, &save, weight), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_fpdt_bwd(c, &own, weight, &grads, &save, weight + 16, weight), UPIPE_OK, c->err);
+    return save.moved;
+}
+
+/* Segments that are alike count once for all; under a window and with documents they are not. */
+static void test_alike_segments(void)
+{
+    upipe_dry *all = (upipe_dry *)zeroed(sizeof *all);
+    const long draws = test_draws_wanted() / 4;
+    test_rng rng = {(uint64_t)test_env("UPIPE_SEED", 1)};
+    long i, fewer = 0, attended_all;
+    int64_t moved;
+    upipe_ops ops = {0};
+    ops.gemm_bytes = fake_gemm_bytes;
+    ops.attn_bytes = fake_attn_bytes;
+    ops.attn_can = ~0;
+    for (i = 0; i < draws; ++i) {
+        const int ranks = 1 + test_below(&rng, 3), segments = 1 + test_below(&rng, 9);
+        const int64_t tokens = ranks * segments * (1 + test_below(&rng, 40)) + test_below(&rng, 2);
+        int64_t borders[] = {0, tokens / 3, tokens / 2, 2 * tokens};
+        upipe_fpdt f = {0};
+        f.desc = shape(tokens, ranks, 4 * ranks, 2 * ranks, 32, 64, test_below(&rng, 2) ? 4 * ranks : ranks,
+                       UPIPE_BF16);
+        f.desc.batch = 1 + test_below(&rng, 2);
+        f.segments = segments;
+        f.layer.wq = f.layer.wk = f.layer.wv = f.layer.wo = dry;
+        f.layer.mask.causal = test_below(&rng, 3) > 0;
+        f.layer.mask.window = f.layer.mask.causal * (test_below(&rng, 3) == 0) * (1 + test_below(&rng, 100));
+        if (test_below(&rng, 3) == 0) f.layer.mask.cu_seqlens = borders, f.layer.mask.cu_seqlens_n = 3;
+        moved = segments_life(all, &f, &ops, 1);
+        attended_all = attended;
+        CHECK_INT(segments_life(dry, &f, &ops, 0), moved);
+        fewer += attended < attended_all && f.layer.mask.window == 0 && f.layer.mask.cu_seqlens == NULL;
+        CHECK_INT(dry->mem.times, 1);
+        CHECK_INT(dry->mem.peak, all->mem.peak);
+        CHECK_INT(dry->mem.need, all->mem.need);
+        CHECK_INT(dry->host.need, all->host.need);
+        CHECK_INT(dry->mem.blocks_peak, all->mem.blocks_peak);
+        CHECK_BYTES(dry->mem.phase_peak, all->mem.phase_peak, sizeof dry->mem.phase_peak);
+        CHECK_INT(dry->team.sent_bytes, all->team.sent_bytes);
+        CHECK_INT(dry->work.attn_calls, all->work.attn_calls);
+        CHECK(dry->work.products == all->work.products && dry->work.attn_fwd == all->work.attn_fwd &&
+              dry->work.attn_bwd == all->work.attn_bwd && dry->work.merged == all->work.merged);
+    }
+    CHECK_SAY(fewer > draws / 16, "%ld of %ld took fewer calls", fewer, draws);
+}
+
 /* Rows of a rank are 700 more than a multiple of the outer loop's 1000, so that each loop has a rest. */
 static void test_flat(void)
 {
@@ -803,9 +899,11 @@ int main(void)
     test_claims();
     test_dq_sums();
     test_surroundings();
+    test_ranks();
     test_reads_o();
     test_moved();
     test_alike();
+    test_alike_segments();
     test_flat();
     test_pairs();
     buffers_free(0);

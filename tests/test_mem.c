@@ -1,5 +1,8 @@
 /* test_mem -- the pool: exact counts, placement, marks, refusals, dry run = real run, trace */
 #include "lib/test.h"
+
+#include <locale.h>
+
 #include "upipe/upipe_mem.h"
 
 enum { SLAB = 1 << 16, BLOCKS = 64 };
@@ -248,7 +251,7 @@ static void test_dry(void)
 
 static double clock_step(void *user)
 {
-    return 0.5 * ++*(int *)user;
+    return 0.123456789 * ++*(int *)user;
 }
 
 static void test_trace(void)
@@ -281,9 +284,9 @@ static void test_trace(void)
     fclose(f);
     CHECK_TEXT(text, "{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":3,\"args\":{\"name\":\"rank 3\"}}");
     CHECK_TEXT(text,
-               ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":500000.000}");
+               ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":123456.789}");
     CHECK_TEXT(text, "\"ph\":\"b\",\"name\":\"a\",\"cat\":\"block\",\"id\":\"3.1\"");
-    CHECK_TEXT(text, "\"ts\":2000000.000,\"args\":{\"bytes\":50}"); /* live after a went */
+    CHECK_TEXT(text, "\"ts\":493827.156,\"args\":{\"bytes\":50}"); /* live after a went */
     upipe_mem_free(&m, b, NULL);
     upipe_mem_free(&m, c, NULL);
     upipe_mem_alloc(&m, &a, 1, UPIPE_USE_OTHER, "late", NULL);
@@ -302,6 +305,8 @@ static void test_trace(void)
 
 int main(void)
 {
+    static const char *const commas[] = {"de_DE.UTF-8", "de_DE", "fr_FR.UTF-8", "fr_FR"};
+    int i;
     test_counts();
     test_poison();
     test_best_fit();
@@ -309,5 +314,8 @@ int main(void)
     test_marks();
     test_dry();
     test_trace();
+    for (i = 0; i < (int)(sizeof commas / sizeof *commas);
+         ++i) /* a locale that is not here changes nothing */
+        if (setlocale(LC_NUMERIC, commas[i]) != NULL) test_trace();
     return test_end("mem");
 }

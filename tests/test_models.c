@@ -7,6 +7,7 @@
 #include "lib/test.h"
 
 #include "lib/page.h"
+#include "lib/published.h"
 
 #include "examples/llama/files/config_write.h"
 #include "examples/plan/preset.h"
@@ -66,6 +67,43 @@ static void test_presets(void)
         CHECK_SAY(llama_config_read(&back, NULL, path, NULL, &err) == 0, "%s: %s", presets[i].name, err.text);
         CHECK_BYTES(&back, &c, sizeof c);
         unlink(path);
+    }
+}
+
+/* Reads a published file, without the keys that are named. */
+static int published_read(int i, const char *ignored, upipe_err *err)
+{
+    char path[] = "test_published.json", words[200], *at = words;
+    text_list keys = {0, {0}};
+    llama_config c;
+    FILE *f = fopen(path, "w");
+    int status;
+    CHECK(f != NULL && fputs(published[i].text, f) >= 0 && fclose(f) == 0);
+    snprintf(words, sizeof words, "%s", ignored);
+    while (*at != '\0') {
+        keys.at[keys.n++] = at;
+        at += strcspn(at, " ");
+        if (*at != '\0') *at++ = '\0';
+    }
+    status = llama_config_read(&c, NULL, path, &keys, err);
+    unlink(path);
+    return status;
+}
+
+/* Published files are read, where it takes flags with those alone. */
+static void test_published(void)
+{
+    upipe_err err;
+    int i;
+    for (i = 0; i < (int)PUBLISHED; ++i) {
+        const char *const ignored = published[i].ignored;
+        const int status = published_read(i, "", &err);
+        CHECK_SAY((status == 0) == (ignored != NULL && ignored[0] == '\0'), "%s: %s", published[i].name,
+                  err.text);
+        if (ignored == NULL)
+            CHECK_TEXT(err.text, "is not built; docs/models.md has those that are");
+        else
+            CHECK_SAY(published_read(i, ignored, &err) == 0, "%s: %s", published[i].name, err.text);
     }
 }
 
@@ -134,6 +172,32 @@ static void print_defaults(FILE *f, const llama_family *one)
         fputs("none |\n", f);
 }
 
+/* What of the published files is read. */
+static void print_published(FILE *f)
+{
+    int i, plain = 0, flags = 0;
+    for (i = 0; i < (int)PUBLISHED; ++i) {
+        plain += published[i].ignored != NULL && published[i].ignored[0] == '\0';
+        flags += published[i].ignored != NULL && published[i].ignored[0] != '\0';
+    }
+    fprintf(
+        f,
+        "\n## Published files\n\nOf %d files as people download them, in [published.h](../tests/lib/published.h), %d are "
+        "read without a flag, %d with\n`--ignore-key`, and %d are refused, as the model is not built.\n\n"
+        "| `config.json` of | it takes |\n|---|---|\n",
+        (int)PUBLISHED, plain, flags, (int)PUBLISHED - plain - flags);
+    for (i = 0; i < (int)PUBLISHED; ++i) {
+        fprintf(f, "| %s | ", published[i].name);
+        if (published[i].ignored == NULL)
+            fputs("refused", f);
+        else if (published[i].ignored[0] == '\0')
+            fputs("nothing", f);
+        else
+            fputs("`--ignore-key` ", f), print_keys(f, published[i].ignored);
+        fputs(" |\n", f);
+    }
+}
+
 static void print_page(FILE *f)
 {
     int i;
@@ -161,7 +225,8 @@ static void print_page(FILE *f)
     fputs(".\n\nThese change nothing in any: ", f);
     print_keys(f, llama_keys_idle);
     fputs(
-        ".\n\nAny other key is refused by its name, unless `--ignore-key NAME` says to read on without it.\n\n"
+        ".\n\nAny other key is refused by its name, all of them in one sentence, unless `--ignore-key NAME` says to read on without\n"
+        "it. A key inside `rope_scaling` or `rope_parameters` is named with the object: `rope_scaling.attn_factor`.\n\n"
         "| `model_type` | these count too | these change nothing |\n|---|---|---|\n",
         f);
     for (i = 0; i < LLAMA_FAMILIES; ++i) {
@@ -186,6 +251,7 @@ static void print_page(FILE *f)
         print_keys(f, one->others);
         fprintf(f, "\n(what their names begin with). What is saved is a `%s`.\n", one->type);
     }
+    print_published(f);
     fputs("\n## By name\n\n`upipe-plan --model NAME` knows these: ", f);
     for (i = 0; i < (int)PRESETS; ++i) fprintf(f, "%s`%s`", i > 0 ? ", " : "", presets[i].name);
     fputs(".\n", f);
@@ -199,6 +265,7 @@ int main(int argc, char **argv)
     }
     test_rows();
     test_presets();
+    test_published();
     page_check(argv[1], print_page);
     return test_end("models");
 }

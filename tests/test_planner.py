@@ -7,6 +7,7 @@ GPUs, out of memory where the paper was; numbers are read as people write them; 
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -335,8 +336,25 @@ def documents():
     write(at('zeros'), '5 0 7')
     for sentence, *words in [
         ('lognormal:MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:4k,1,2k'),
+        ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k,5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k 5'),
         ('no length from 1', '--documents', at('zeros')), ('--max-tokens', '--documents', 'lognormal:2k,1,4k', '--as', 'torchtitan')]:
         refused(sentence, *small, *words)
+    write(at('ones'), '1 ') # as many documents as tokens
+    short = ['--documents', at('ones'), '--machine', machine('many.json', ranks=64)]
+    ones = plan(*small, *short, '--ranks', '4', '--method', 'stripe')['documents']
+    check(ones['pairs'] == ones['number'] == tokens, f'{ones}')
+    refused('a step of more than 131072 documents is not planned', *small, *short, '--tokens', '256k', '--ranks', '4')
+    refused('131072 documents over a ring of 64 ranks with striped tokens', *small, *short, '--tokens', '128k', '--method', 'stripe')
+
+
+def progress():
+    """A plan that takes long says how far it is, and with --progress each does; it plans no more settings than its search has."""
+    small = ['--model', model('small'), '--machine', machine(ranks=2, gpu_reserve='0B', gpu_memory='12MiB'), '--device', 'cpu']
+    for most, *words in (32, '--tokens', '4k'), (128, '--max-tokens'), (4096, '--tokens', '4k', '--best'), (4096, '--max-tokens', '--best'):
+        done = run_command([PLAN, *small, *words, '--progress'])
+        said = re.findall(r'^(\d+) settings planned in \d+\.\d s \.\.\.$', done.stderr, re.M)
+        check(done.returncode == 0 and said and said[0] == '1', f'{words}: {done.stderr[-400:]}')
+        check(int(said[-1]) <= most and len(said) == len(done.stderr.splitlines()), f'{words}: {done.stderr[-400:]}')
 
 
 def linear():
@@ -535,6 +553,6 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, presets, small_cards, same_bytes, accumulated, numbers, documents, linear, refusals, paths, others, pictures:
+    for test in paper, presets, small_cards, same_bytes, accumulated, numbers, documents, progress, linear, refusals, paths, others, pictures:
         test()
 sys.exit(end('planner'))

@@ -1086,6 +1086,19 @@ def test_rope(folder):
     equal(('rope' in back, scaling('back/checkpoint-2')), (False, (None, 10000, 128)), 'default again')
     failed(folder, given(load='plain', rope_type='llama3', rope_factor=2), 1, ['--rope-type llama3 wants --rope-original'])
     failed(folder, given(load='plain', rope_factor=2), 1, ['--rope-factor would have no effect'])
+    write('ids.npy', npy(bytes(range(64))))
+    for flags, scaled in (({'rope_type': 'linear', 'rope_factor': 4}, {'rope_type': 'linear', 'factor': 4}), (
+            {'rope_type': 'dynamic', 'rope_factor': 4, 'rope_original': 16}, {'rope_type': 'dynamic', 'factor': 4}),
+            ({'rope_theta': 500}, None)): # logits of the flags are those of a folder that says so
+        shutil.copytree('plain/checkpoint-2', 'says', dirs_exist_ok=True)
+        write('says/config.json', json.dumps({**load('says/config.json'), 'rope_scaling': scaled, 'max_position_embeddings': 16,
+                                              'rope_theta': flags.get('rope_theta', 10000)}))
+        for name, more in ('flags', {'load': 'plain', **flags}), ('folder', {'load': 'says'}), ('plain', {'load': 'plain'}):
+            quiet(words_of({'ids': 'ids.npy', 'out': f'{name}.npy', **more}), folder, f'logits of {name}', LOGITS)
+        both = read('flags.npy'), read('folder.npy'), read('plain.npy')
+        check(both[0] == both[1] != both[2], f'logits with {flags}')
+    failed(folder, words_of({'load': 'plain', 'ids': 'ids.npy', 'out': 'bad.npy', 'rope_factor': 2}), 1,
+           ['--rope-factor would have no effect'], program=LOGITS)
 
 
 def test_qwen2(folder):

@@ -1,6 +1,6 @@
 /* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 9
  *
- *     upipe_dry *dry = malloc(sizeof *dry);              about 510 KB: too much for some stacks
+ *     upipe_dry *dry = malloc(sizeof *dry);              about 970 KB: too much for some stacks
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
  *     upipe_dry_block(dry, &layer, 1);                   one block, forward and backward
  *     dry->mem.need, dry->mem.blocks_peak                slab bytes, with alignment and holes; live blocks
@@ -15,6 +15,7 @@
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
 
+#include "dry/pairs.h"
 #include "upipe_bytes.h"
 #include "upipe_fpdt.h"
 #include "upipe_layer.h"
@@ -22,7 +23,12 @@
 #include "upipe_qkv.h"
 #include "upipe_reduce.h"
 
-enum { UPIPE_DRY_RANKS_MAX = 512, UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16 };
+enum {
+    UPIPE_DRY_RANKS_MAX = UPIPE_RANKS_MAX, /* of a team, and of a ring: what a plan takes */
+    UPIPE_DRY_BLOCKS_MAX = 1024,
+    UPIPE_DRY_HOST_BLOCKS_MAX = 16,
+    UPIPE_DRY_SEEN = 61
+};
 
 /* What the calls of compute would have done: FLOPs, a multiplication and an addition each, of products, and of
  * attention over the keys that its mask shows (forward 4, backward 10 a query, key and element of head_dim). */
@@ -31,6 +37,13 @@ typedef struct upipe_dry_work {
     double merged; /* bytes: f32 results that a call reads and writes again */
     int64_t attn_calls;
 } upipe_dry_work;
+
+/* Pairs of rows under a mask: q_pos, rows of q, k_pos, rows of k, step. */
+typedef struct upipe_dry_seen {
+    int64_t rows[5];
+    upipe_mask mask;
+    double pairs;
+} upipe_dry_seen;
 
 typedef struct upipe_dry {
     upipe_ctx ctx;
@@ -44,6 +57,7 @@ typedef struct upipe_dry {
         ring_gathered[(int)UPIPE_DRY_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX];
     size_t intermediate_fwd; /* as in upipe_bytes */
     upipe_dry_work work;
+    upipe_dry_seen seen[UPIPE_DRY_SEEN];
 } upipe_dry;
 
 UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
@@ -70,49 +84,22 @@ UPIPE_API upipe_status upi_dry_cast(upipe_ctx *c, upipe_view dst, upipe_view src
     return UPIPE_OK;
 }
 
-/* Where a dry context's work is counted: its table lies in the upipe_dry. */
-UPIPE_API upipe_dry_work *upi_dry_work_of(const upipe_ctx *c)
+/* Whose context it is: its table lies in the upipe_dry. */
+UPIPE_API upipe_dry *upi_dry_of(const upipe_ctx *c)
 {
-    return &((upipe_dry *)((uintptr_t)c->ops - offsetof(upipe_dry, ops)))->work;
-}
-
-/* The sum over i < n of i + ahead + 1, each at least 0 and at most `most`. */
-UPIPE_API double upi_dry_ramp(int64_t n, int64_t ahead, int64_t most)
-{
-    const int64_t first = upipe_clamp(-ahead, 0, n), full = upipe_clamp(most - ahead - 1, first, n);
-    const double rising = (double)(full - first);
-    return rising * ((double)(first + ahead + 1) + (double)(full + ahead)) / 2 +
-           (double)(n - full) * (double)most;
-}
-
-/* Pairs of a call without borders. */
-UPIPE_API double upi_dry_plain_pairs(const upipe_attn *a)
-{
-    const int64_t step = a->pos_step > 0 ? a->pos_step : 1, last = a->mask.window - 1 - (a->q_pos - a->k_pos);
-    double pairs =
-        a->mask.causal ? upi_dry_ramp(a->q.n, upipe_attn_ahead(a), a->k.n) : (double)a->q.n * (double)a->k.n;
-    if (a->mask.window > 0) pairs -= upi_dry_ramp(a->q.n, -upipe_floor_div(last, step) - 1, a->k.n);
-    return pairs;
-}
-
-/* The rows of n, the first at pos and each `step` further, that lie in [from, to): their number and, in *pos, the first's
- * position. */
-UPIPE_API int64_t upi_dry_between(int64_t *pos, int64_t n, int64_t step, int64_t from, int64_t to)
-{
-    const int64_t first = upipe_clamp(-upipe_floor_div(*pos - from, step), 0, n),
-                  end = upipe_clamp(-upipe_floor_div(*pos - to, step), first, n);
-    *pos += first * step;
-    return end - first;
+    return (upipe_dry *)((uintptr_t)c->ops - offsetof(upipe_dry, ops));
 }
 
 /* upipe_attn_pairs -- pairs of a query and a key that it sees, of one head: the keys of upipe_attn_visible, added up. The
- *                    time grows with the borders of cu_seqlens, not with rows */
+ *                    time grows with the borders of cu_seqlens between these rows, not with rows */
 UPIPE_API double upipe_attn_pairs(const upipe_attn *a)
 {
     const int64_t *const borders = a->mask.cu_seqlens, step = a->pos_step > 0 ? a->pos_step : 1;
     double pairs = borders == NULL ? upi_dry_plain_pairs(a) : 0;
+    const int64_t q_end = a->q_pos + a->q.n * step, k_end = a->k_pos + a->k.n * step;
+    const int64_t from = a->q_pos > a->k_pos ? a->q_pos : a->k_pos, end = q_end < k_end ? q_end : k_end;
     int64_t i;
-    for (i = 0; borders != NULL && i < a->mask.cu_seqlens_n; ++i) {
+    for (i = upi_dry_document(&a->mask, from); i < a->mask.cu_seqlens_n && borders[i] < end; ++i) {
         upipe_attn part = *a;
         part.q.n = upi_dry_between(&part.q_pos, a->q.n, step, borders[i], borders[i + 1]);
         part.k.n = upi_dry_between(&part.k_pos, a->k.n, step, borders[i], borders[i + 1]);
@@ -121,10 +108,17 @@ UPIPE_API double upipe_attn_pairs(const upipe_attn *a)
     return pairs;
 }
 
-/* Pairs that the call's mask shows, of all heads, as often as the call counts. */
+/* Pairs that the call's mask shows, of all heads, as often as the call counts. Heads and layers ask for the same again. */
 UPIPE_API double upi_dry_pairs(const upipe_ctx *c, const upipe_attn *a)
 {
-    return (double)c->mem->times * a->q.h * upipe_attn_pairs(a);
+    upipe_dry_seen call = {{a->q_pos, a->q.n, a->k_pos, a->k.n, a->pos_step}, a->mask, 0}, *seen;
+    call.mask.sinks = NULL; /* those of other heads show the same */
+    seen = &upi_dry_of(c)->seen[(uint64_t)(a->q_pos + 3 * a->k_pos + a->mask.window) % UPIPE_DRY_SEEN];
+    if (memcmp(seen, &call, offsetof(upipe_dry_seen, pairs)) != 0) {
+        *seen = call;
+        seen->pairs = upipe_attn_pairs(a);
+    }
+    return (double)c->mem->times * a->q.h * seen->pairs;
 }
 
 UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
@@ -132,7 +126,7 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
 {
     size_t need = c->ops->gemm_bytes(c->ops, out, a, b, flags);
     const int32_t count = a.h > b.h ? a.h : b.h;
-    upi_dry_work_of(c)->products += 2.0 * (double)c->mem->times * (double)out.n * (double)out.d *
+    upi_dry_of(c)->work.products += 2.0 * (double)c->mem->times * (double)out.n * (double)out.d *
                                     (double)(count > out.h ? count : out.h) *
                                     (double)(flags & UPIPE_GEMM_TRANS_A ? a.n : a.d);
     (void)work;
@@ -148,7 +142,7 @@ UPIPE_API upipe_status upi_dry_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
 
 UPIPE_API upipe_status upi_dry_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    upipe_dry_work *w = upi_dry_work_of(c);
+    upipe_dry_work *w = &upi_dry_of(c)->work;
     if (a->merge) w->merged += 8.0 * (double)c->mem->times * (double)a->q.n * a->q.h * a->v.d;
     w->attn_fwd += 2.0 * upi_dry_pairs(c, a) * ((double)a->q.d + a->v.d);
     w->attn_calls += c->mem->times;
@@ -157,7 +151,7 @@ UPIPE_API upipe_status upi_dry_attn_fwd(upipe_ctx *c, const upipe_attn *a)
 
 UPIPE_API upipe_status upi_dry_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    upipe_dry_work *w = upi_dry_work_of(c);
+    upipe_dry_work *w = &upi_dry_of(c)->work;
     if (g->a.merge) w->merged += 8.0 * (double)c->mem->times * (double)g->a.q.n * g->a.q.h * g->a.q.d;
     w->attn_bwd += upi_dry_pairs(c, &g->a) * (6.0 * g->a.q.d + 4.0 * g->a.v.d);
     w->attn_calls += c->mem->times;
@@ -253,9 +247,10 @@ UPIPE_API upipe_status upi_dry_guard(void *user, size_t bytes, int use, const ch
     return UPIPE_OK;
 }
 
-/* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table, which may have no others
+/* upipe_dry_init -- the plan's rank of its team and ring, with the sizes of the given table, which may have no others. Borders
+ *                   that code reads under dry->ctx stay as they are until the next upipe_dry_init: their pairs are counted once
  *   plan    NULL: a rank alone
- *   errors  UNSUPPORTED for more than UPIPE_DRY_RANKS_MAX ranks
+ *   errors  ARG for a NULL table
  */
 UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, const upipe_ops *ops)
 {
@@ -265,9 +260,6 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     d.ranks = d.ring = 1;
     if (plan != NULL) d = plan->desc;
     if (ops == NULL) return upipe_fail(&dry->ctx.err, UPIPE_ERR_ARG, "the compute table is NULL");
-    if (d.ranks > UPIPE_DRY_RANKS_MAX || d.ring > UPIPE_DRY_RANKS_MAX)
-        return upipe_fail(&dry->ctx.err, UPIPE_ERR_UNSUPPORTED, "a dry run of %d x %d ranks, at most %d",
-                          d.ranks, d.ring, UPIPE_DRY_RANKS_MAX);
     upipe_mem_init_dry(&dry->mem, dry->blocks, UPIPE_DRY_BLOCKS_MAX);
     dry->mem.guard = upi_dry_guard;
     dry->mem.user = dry;

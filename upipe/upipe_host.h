@@ -1,6 +1,6 @@
 /* upipe_host.h -- a trainer's rank in five calls: plan, dry run, slab, pool and context        layer 10
  *
- *     upipe_host h = {0};                                about 510 KB: too much for some stacks
+ *     upipe_host h = {0};                                about 970 KB: too much for some stacks
  *     h.ctx.ops = &ops;  h.ctx.team = team;              the host's own; ring, stream and side_stream too, if any
  *     upipe_host_open(&h, &desc);                        the plan, and a dry run: nothing is allocated
  *     upipe_host_slab(&h, slab);                         slab: upipe_host_slab_bytes(&h) bytes, the host's own

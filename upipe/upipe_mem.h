@@ -436,30 +436,33 @@ UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid,
 {
     int64_t i;
     const char *open = NULL;
-    double last = 0;
+    char last[32] = "0";
     fprintf(file,
             "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}\n"
             ",{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":1,\"args\":{\"name\":\"phases\"}}\n",
             first ? "" : ",", pid, pid, pid);
     for (i = 0; i < m->events_n; ++i) {
         const upipe_mem_event *e = &m->events[i];
-        last = e->seconds * 1e6; /* from the clock's own zero, which the ranks share */
+        const int64_t ns =
+            (int64_t)(e->seconds * 1e9 + 0.5); /* from the clock's own zero, which the ranks share */
+        /* the point of a real number is the locale's */
+        snprintf(last, sizeof last, "%lld.%03d", (long long)(ns / 1000), (int)(ns % 1000));
         if (e->kind == 0) {
-            if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, last);
+            if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n", pid, last);
             fprintf(file,
-                    ",{\"ph\":\"B\",\"name\":\"%s\",\"cat\":\"phase\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n",
+                    ",{\"ph\":\"B\",\"name\":\"%s\",\"cat\":\"phase\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n",
                     e->tag, pid, last);
             open = e->tag;
             continue;
         }
         fprintf(file,
                 ",{\"ph\":\"%s\",\"name\":\"%s\",\"cat\":\"block\",\"id\":\"%d.%lld\",\"pid\":%d,\"tid\":2,"
-                "\"ts\":%.3f,\"args\":{\"bytes\":%zu,\"offset\":%zu}}\n",
+                "\"ts\":%s,\"args\":{\"bytes\":%zu,\"offset\":%zu}}\n",
                 e->kind > 0 ? "b" : "e", e->tag, pid, (long long)e->serial, pid, last, e->bytes, e->offset);
-        fprintf(file, ",{\"ph\":\"C\",\"name\":\"live\",\"pid\":%d,\"ts\":%.3f,\"args\":{\"bytes\":%zu}}\n",
+        fprintf(file, ",{\"ph\":\"C\",\"name\":\"live\",\"pid\":%d,\"ts\":%s,\"args\":{\"bytes\":%zu}}\n",
                 pid, last, e->live);
     }
-    if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%.3f}\n", pid, last);
+    if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n", pid, last);
     return ferror(file) ? -1 : m->events_n;
 }
 

@@ -20,6 +20,7 @@
 #include "model/forward.h"
 #include "model/setting.h"
 #include "run/pools.h"
+#include "run/rope_flags.h"
 
 typedef struct logits {
     options o;
@@ -239,6 +240,8 @@ static int logits_find(logits *g)
     if (files_path(path, g->folder, "config", ".json") != 0) return -1;
     if (llama_config_read(&config, NULL, path, &g->o.ignore_key, &e) != 0) return cli_fail("%s", e.text);
     if (llama_config_is_part(path)) cli_note("%s: of this model the text part alone is read", g->folder);
+    options_rope(&g->o, &config);
+    if (options_rope_lacks(&g->o, &config) != 0) return -1;
     if (llama_layout_init(&g->layout, &config) != 0)
         return cli_fail("the model's bytes leave 63 bits, or memory is out");
     if (llama_load_check(g->folder, &g->layout, &e) != 0) return cli_fail("%s", e.text);

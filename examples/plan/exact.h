@@ -96,13 +96,26 @@ static upipe_status exact_ranks(memory_plan *plans, model *all, const setting *s
 static void exact_packed(estimate *e, const model *m)
 {
     const upipe_plan_desc *d = &m->plan.desc;
-    const packed_balance b =
-        packed_balance_of(d, packed_window(&m->layout->config), m->borders, m->borders_n);
-    if (d->ring_mode == UPIPE_RING_P2P && b.sum > 0) {
+    packed_balance b;
+    if (d->ring_mode != UPIPE_RING_P2P) return;
+    b = packed_balance_of(d, packed_window(&m->layout->config), m->borders, m->borders_n);
+    if (b.sum > 0) {
         e->work.attn_fwd *= b.apart / b.sum;
         e->work.attn_bwd *= b.apart / b.sum;
     }
     free(b.step);
+}
+
+/* Pairs of documents over striped tokens are counted for each two ranks: the time that takes has a limit. */
+static upipe_status exact_countable(const setting *s, upipe_err *e)
+{
+    const double ring = s->how.ring, steps = ring * ring * (double)s->borders_n;
+    if (method_kinds[s->how.method].layout != UPIPE_STRIPED || steps <= PACKED_WALK_MAX) return UPIPE_OK;
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                      "%" PRId64
+                      " documents over a ring of %d ranks with striped tokens: at most %d times the square "
+                      "of the ring are counted",
+                      s->borders_n, s->how.ring, PACKED_WALK_MAX);
 }
 
 static double exact_flops(const memory_plan *p)
@@ -123,7 +136,8 @@ static void exact_estimate(estimate *e, const setting *s, const upipe_ops *ops, 
     int r, largest = 0, slowest = 0;
     memset(&err, 0, sizeof err);
     memset(e, 0, sizeof *e);
-    status = exact_ranks(plans, all, s, ops, &err);
+    status = exact_countable(s, &err);
+    if (status == UPIPE_OK) status = exact_ranks(plans, all, s, ops, &err);
     if (status == UPIPE_ERR_MEMORY) { /* of the host: a pool that only counts has all there is */
         cli_fail("out of memory: %s", err.text);
         exit(EXIT_RUN);

@@ -84,7 +84,6 @@ static void longest_confirm(search_state *f, estimate *e)
         candidate *c = &f->all[i];
         const int kind = (int)c->s.how.method;
         if (c->s.tokens <= most[kind]) continue;
-        if (f->j->o.progress) fprintf(stderr, PROGRAM ": confirming %s\n", method_kinds[kind].name);
         c->s.tokens = planner_longest(f->p, &c->s, c->s.tokens, e);
         c->confirmed = c->s.tokens > 0;
         c->gpu = e->gpu;

@@ -11,7 +11,7 @@
 #include "../llama/files/whole_file.h"
 #include "estimate.h"
 
-enum { PACKED_SIGMA_MAX = 8, PACKED_FILE_MAX = 1 << 28, PACKED_MAX = 1 << 20 };
+enum { PACKED_SIGMA_MAX = 8, PACKED_FILE_MAX = 1 << 28, PACKED_MAX = 1 << 17, PACKED_WALK_MAX = 1 << 26 };
 
 /* Where lengths come from: a distribution, or numbers in a file, again from its start at its end. */
 typedef struct packed_source {
@@ -24,9 +24,9 @@ typedef struct packed_source {
 /* lognormal:MEDIAN,SIGMA,MOST */
 static inline int packed_lognormal(packed_source *s, const char *text)
 {
-    char words[3][32] = {"", "", ""}, *end;
+    char words[3][32] = {"", "", ""}, behind, *end;
     int64_t median = 0;
-    const int read = sscanf(text, "lognormal:%31[^,],%31[^,],%31[^,]", words[0], words[1], words[2]);
+    const int read = sscanf(text, "lognormal:%31[^,],%31[^,],%31s%c", words[0], words[1], words[2], &behind);
     s->sigma = strtod(words[1], &end);
     if (read != 3 || number_whole(words[0], &median) != 0 || number_whole(words[2], &s->most) != 0 ||
         end == words[1] || *end != '\0' || !(s->sigma >= 0 && s->sigma <= PACKED_SIGMA_MAX) || median < 1 ||

@@ -110,6 +110,7 @@ static int plan(job *j, files *all)
 {
     upipe_ops ops;
     llama_layout layout;
+    planner_watch watch = {0, cli_clock(NULL), j->o.progress ? 0 : 2};
     planner p;
     upipe_err e;
     upipe_status s;
@@ -123,6 +124,7 @@ static int plan(job *j, files *all)
     device_table(j->o.device, &ops);
     p.m = &j->machine;
     p.ops = &ops;
+    p.watch = &watch;
     j->s.layout = &layout;
     p.titan = j->o.as_titan ? j->titan : TITANS;
     if (j->o.best)
@@ -144,7 +146,6 @@ int main(int argc, char **argv)
         status = EXIT_RUN;
     } else {
         status = options_read(j, argc, argv);
-        j->o.progress = j->o.progress || isatty(STDERR_FILENO);
         if (status != 0)
             --status;
         else

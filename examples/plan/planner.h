@@ -1,6 +1,6 @@
 /* planner.h -- an estimate for a setting, as this library's or as the paper's; what would help; the longest sequence
  *
- *     planner p = {&machine, &ops, TITANS};
+ *     planner p = {&machine, &ops, TITANS, &watch};
  *     planner_estimate(&p, &s, &e);
  *     n = planner_advice(&p, &s, &e, advice);
  *     tokens = planner_longest(&p, &s, guess, &e);
@@ -11,11 +11,29 @@
 #include "exact.h"
 #include "../torchtitan/titan.h"
 
+/* planner_watch -- a plan that takes long says so on stderr
+ *   settings   estimated so far, since `begun`
+ *   next       seconds after that until the next line: 2 at first, or 0 with --progress, then twice as many each time */
+typedef struct planner_watch {
+    int settings;
+    double begun, next;
+} planner_watch;
+
 typedef struct planner {
     const machine *m;
     const upipe_ops *ops;
     int titan; /* the paper's method; TITANS: this library's */
+    planner_watch *watch;
 } planner;
+
+static void planner_progress(planner_watch *w)
+{
+    const double seconds = cli_clock(NULL) - w->begun;
+    ++w->settings;
+    if (seconds < w->next) return;
+    fprintf(stderr, "%d settings planned in %.1f s ...\n", w->settings, seconds);
+    w->next = fmax(2 * seconds, 0.5);
+}
 
 static void planner_estimate(const planner *p, const setting *s, estimate *e)
 {
@@ -23,6 +41,7 @@ static void planner_estimate(const planner *p, const setting *s, estimate *e)
         titan_estimate(e, s, p->titan, p->m);
     else
         exact_estimate(e, s, p->ops, p->m);
+    planner_progress(p->watch);
 }
 
 /* planner_balance -- of a setting with packed documents that has been estimated; free() its steps */

@@ -125,9 +125,6 @@ static void search_states(search_state *f, setting s, search_one *one)
 {
     while (f->n < SEARCH_MAX) {
         ++f->tried;
-        if (f->j->o.progress)
-            fprintf(stderr, "\r" PROGRAM ": %d settings tried, %d refused, %d pruned", f->tried, f->refused,
-                    f->pruned);
         if (!one(f, &s) || s.offload_weights || (s.offload_optimizer && s.zero < 3)) return;
         s.offload_weights = s.offload_optimizer;
         s.offload_optimizer = 1;
@@ -193,7 +190,6 @@ static void search_all(search_state *f, int overlaps, search_one *one)
                     search_chunks(f, s, overlaps, one);
             }
     }
-    if (f->j->o.progress) fputs("\n", stderr);
 }
 
 /* ---- what both say ---- */

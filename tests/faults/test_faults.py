@@ -33,7 +33,7 @@ import time
 
 sys.path.extend(os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', name) for name in ('lib', 'net'))
 from checks import check, end, read, run_command, tree as files_of, write  # pylint: disable=wrong-import-position
-from programs import BOOK, npy, safetensors  # pylint: disable=wrong-import-position
+from programs import BOOK, npy, safetensors, sentences  # pylint: disable=wrong-import-position
 from run_mpi import RANK, command, own  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, COMPARE, PLAN, FAULT = (os.path.abspath(word) for word in sys.argv[1:6])
@@ -124,7 +124,7 @@ class Scene:
         self.before = tree(self.template)
         self.fresh()
         done = self.start(words)
-        check((done.returncode, done.stderr) == (0, ''), f'{name} without a fault: {done.returncode} {done.stderr}')
+        check((done.returncode, sentences(done.stderr)) == (0, []), f'{name} without a fault: {done.returncode} {done.stderr}')
         self.want = tree(self.work)
         self.said = done.stdout if says else None
         self.between = {}
@@ -169,8 +169,8 @@ class Scene:
             ok = check(self.said is None or done.stdout == self.said, f'{what}: it says something else: {done.stdout}')
             return check(not wrong, f'{what}: not what is to be: {wrong}') and ok
         check(not fault.startswith('net:') or not fault.endswith('EINTR'), f'{what}: a call that was interrupted')
-        lines = done.stderr.strip().split('\n')
-        said = all(re.match(f'{self.program}: .*[a-z]', line) and not line.endswith(': ') for line in lines)
+        lines = sentences(done.stderr)
+        said = lines and all(re.match(f'{self.program}: .*[a-z]', line) and not line.endswith(': ') for line in lines)
         for kind, names in self.named.items():
             if fault.startswith(kind):
                 check(re.search(names, done.stderr) is not None, f'{what}: does not name what failed')

@@ -37,8 +37,8 @@ def words_of(flags):
 
 
 def sentences(stderr):
-    """What is said, but for the steps of a run that takes long."""
-    return [line for line in stderr.splitlines() if not re.match(r'step \d+/\d+  loss ', line)]
+    """What is said, but for the steps of a run, or the settings of a plan, that takes long."""
+    return [line for line in stderr.splitlines() if not re.match(r'step \d+/\d+  loss |\d+ settings planned in ', line)]
 
 
 def same(got, want, what, first=0):

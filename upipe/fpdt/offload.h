@@ -35,7 +35,7 @@ UPIPE_API void upi_fpdt_segment_pass(const upi_fpdt_pass *s, int i, upipe_pass *
 
 UPIPE_API upipe_status upi_fpdt_copy(upipe_ctx *c, upi_fpdt_pass *s, void *dst, const void *src, size_t bytes)
 {
-    s->save->moved += (int64_t)bytes;
+    s->save->moved += (int64_t)bytes * c->mem->times;
     return bytes > 0 ? c->ops->copy(c, dst, src, bytes) : UPIPE_OK;
 }
 

@@ -152,15 +152,36 @@ UPIPE_API upipe_status upi_stream_bwd_offload(upipe_ctx *c, void *stream, int n)
                          upi_fpdt_q_bytes(upi_segment_plan(z, i), v->stage, z->f->desc.head_dim, 4));
 }
 
+/* Whether all others than the segment that stays are as long, and show all of their pairs. */
+UPIPE_API int upi_stream_alike(const upi_stream *v)
+{
+    const upipe_fpdt *f = v->s->z.f;
+    return f->layer.mask.cu_seqlens == NULL && f->layer.mask.window == 0 && f->desc.tokens % f->segments == 0;
+}
+
+/* In a dry pool the second segment counts for all behind it too. */
+UPIPE_API upipe_status upi_stream_rest(upipe_ctx *c, upi_stream *v, int64_t times, upipe_stage_call *fetch,
+                                       upipe_stage_call *attend, upipe_stage_call *offload)
+{
+    c->mem->times *= times;
+    UPIPE_TRY(fetch(c, v, 1));
+    UPIPE_TRY(attend(c, v, 1));
+    if (offload != NULL) UPIPE_TRY(offload(c, v, 1));
+    c->mem->times /= times;
+    return UPIPE_OK;
+}
+
 /* n segments are streamed: `fetch` and `offload` (NULL: nothing is copied back) run on the side stream, or on
  * ctx->stream. */
 UPIPE_API upipe_status upi_stream_run(upipe_ctx *c, upi_stream *v, int n, upipe_stage_call *fetch,
                                       upipe_stage_call *attend, upipe_stage_call *offload)
 {
+    const int once = c->mem->dry > 0 && n > 2 && upi_stream_alike(v);
     upipe_side_stream none;
     upipe_side_stream_inline(&none, c->stream);
-    return upipe_pipeline_run(c, v->s->z.f->desc.overlap && n > 1 ? c->side_stream : &none, n, fetch, attend,
-                              offload, v);
+    UPIPE_TRY(upipe_pipeline_run(c, v->s->z.f->desc.overlap && n > 1 ? c->side_stream : &none, once ? 1 : n,
+                                 fetch, attend, offload, v));
+    return once ? upi_stream_rest(c, v, n - 1, fetch, attend, offload) : UPIPE_OK;
 }
 
 #endif

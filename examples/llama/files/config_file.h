@@ -122,12 +122,6 @@ static inline int llama_config_rope_two(llama_config *c, const json_t **j, const
             return llama_config_fail(
                 err, path, "rope_parameters has %.40s, which is no object for a type of layers", name);
     }
-    json_object_foreach((json_t *)(uintptr_t)slides, name, value)
-    {
-        if (!llama_is_word(" rope_type rope_theta ", name))
-            return llama_config_fail(
-                err, path, "rope_parameters of sliding_attention has %.40s, which is not built", name);
-    }
     if (type != NULL && !(json_is_string(type) && strcmp(json_string_value(type), "default") == 0))
         return llama_config_fail(
             err, path, "rope_parameters of sliding_attention has rope_type %.40s; only default is built",
@@ -210,28 +204,6 @@ static inline int llama_config_rope_field(llama_config *c, const json_t *j, cons
     return 0;
 }
 
-/* The object has no key but those of its type. */
-static inline int llama_config_rope_keys(const llama_config *c, const json_t *j, const char *key,
-                                         const llama_family *family, const char *path, upipe_err *err)
-{
-    const char *name;
-    json_t *value;
-    json_object_foreach((json_t *)(uintptr_t)j, name, value)
-    {
-        const field *f = llama_fields;
-        while (f < llama_fields + LLAMA_FIELDS &&
-               !(f->used >> c->rope_type & 1 && f->key != NULL && strcmp(f->key, name) == 0))
-            ++f;
-        if (f < llama_fields + LLAMA_FIELDS || json_is_null(value) ||
-            llama_is_word(" rope_type type rope_theta partial_rotary_factor ", name) ||
-            (family->rope_idle != NULL && llama_is_word(family->rope_idle, name)))
-            continue;
-        return llama_config_fail(err, path, "%s has %.40s, which its type %s does not use", key, name,
-                                 llama_rope_names[c->rope_type]);
-    }
-    return 0;
-}
-
 /* Numbers that stand beside the object, and what follows from them. */
 static inline int llama_config_rope_rest(llama_config *c, const json_t *root, const llama_family *family,
                                          const char *path, upipe_err *err)
@@ -269,7 +241,6 @@ static inline int llama_config_rope(llama_config *c, const json_t *root, const l
     if (j == NULL && family->rope_given)
         return llama_config_fail(err, path, "rope_parameters is missing, and a %s has some", family->type);
     if (llama_config_rope_type(c, j, key, family, path, err) ||
-        llama_config_rope_keys(c, j, key, family, path, err) ||
         llama_config_real(&c->rope_theta, j, "rope_theta", "rope-theta", path, err) ||
         llama_config_real(&partial, root, "partial_rotary_factor", "rope-partial", path, err) ||
         llama_config_real(&partial, j, "partial_rotary_factor", "rope-partial", path, err))
@@ -305,22 +276,18 @@ static inline int llama_config_whole(const json_t *root)
  * nothing else of it. */
 static inline int llama_config_text(json_t **text, json_t *root, const char *path, upipe_err *err)
 {
+    static const char *const types[] = {"torch_dtype", "dtype"};
     const int like = llama_config_whole(root);
-    json_t *part = json_object_get(root, "text_config"), *value;
-    const char *name, *type = json_string_value(json_object_get(part, "model_type"));
+    json_t *part = json_object_get(root, "text_config");
+    const char *type = json_string_value(json_object_get(part, "model_type"));
+    int i;
     *text = root;
     if (like < 0) return 0;
     if (type == NULL || strcmp(type, llama_families[like].type) != 0)
         return llama_config_fail(err, path, "text_config is not that of a %s", llama_families[like].type);
-    json_object_foreach(root, name, value)
-    {
-        if (!llama_is_word(llama_keys_whole, name) && !llama_is_word(llama_keys_idle, name))
-            return llama_config_fail(
-                err, path, "%.60s is a key that is not known of a %s; --ignore-key reads on without it", name,
-                llama_families[like].whole);
-        if (llama_is_word(" torch_dtype dtype ", name) && json_object_get(part, name) == NULL)
-            json_object_set(part, name, value);
-    }
+    for (i = 0; i < 2; ++i)
+        if (json_object_get(part, types[i]) == NULL && json_object_get(root, types[i]) != NULL)
+            json_object_set(part, types[i], json_object_get(root, types[i]));
     if (json_is_true(json_object_get(root, "tie_word_embeddings")) !=
         json_is_true(json_object_get(part, "tie_word_embeddings"))) /* absent is false in both */
         return llama_config_fail(err, path,
@@ -349,22 +316,91 @@ static inline int llama_config_model(const json_t *root, const char *path, upipe
                              json_string_value(type), one != NULL ? json_string_value(one) : "(none)");
 }
 
-/* Every key is known: used, or without effect. */
-static inline int llama_config_known(const json_t *root, const llama_family *family, const char *path,
-                                     upipe_err *err)
+/* ---- keys that are not known ---- */
+
+/* Their names for one sentence, and how many of them it has no space for. */
+typedef struct llama_strangers {
+    char names[128];
+    int n, more, rope; /* rope: some are RoPE's */
+} llama_strangers;
+
+static inline void llama_strangers_add(llama_strangers *s, const char *in, const char *name)
+{
+    const size_t at = strlen(s->names), most = sizeof s->names - sizeof " and 1000000 more";
+    if (s->more > 0 ||
+        (size_t)snprintf(s->names + at, most - at, "%s%s%.60s", at > 0 ? ", " : "", in, name) >= most - at) {
+        s->names[at] = 0;
+        ++s->more;
+    }
+    ++s->n;
+}
+
+/* An object of RoPE's: the keys of its type are known.
+ *   in   its name, with a dot behind it */
+static inline void llama_strangers_rope(llama_strangers *s, const json_t *j, const char *in, int type,
+                                        const llama_family *family)
 {
     const char *name;
     json_t *value;
-    json_object_foreach((json_t *)(uintptr_t)root, name, value)
+    const field *f;
+    json_object_foreach((json_t *)(uintptr_t)j, name, value)
     {
-        if (llama_has_key(family, name) || llama_is_word(llama_keys_idle, name) ||
-            llama_is_word(family->idle, name))
+        for (f = llama_fields; f < llama_fields + LLAMA_FIELDS; ++f)
+            if (f->used >> type & 1 && f->key != NULL && strcmp(f->key, name) == 0) break;
+        if (f < llama_fields + LLAMA_FIELDS || json_is_null(value) ||
+            llama_is_word(" rope_type type rope_theta partial_rotary_factor ", name) ||
+            (family->rope_idle != NULL && llama_is_word(family->rope_idle, name)))
             continue;
-        return llama_config_fail(err, path,
-                                 "%.60s is a key that is not known of a %s; --ignore-key reads on without it",
-                                 name, family->type);
+        llama_strangers_add(s, in, name);
+        s->rope = 1;
     }
-    return 0;
+}
+
+/* The objects of RoPE, of which a family with two has each in an object of its own. */
+static inline void llama_strangers_ropes(llama_strangers *s, const llama_config *c, const json_t *text,
+                                         const llama_family *family)
+{
+    const json_t *both = json_object_get(text, "rope_parameters");
+    llama_strangers_rope(s, json_object_get(text, "rope_scaling"), "rope_scaling.", c->rope_type, family);
+    if (family->local == 0) {
+        llama_strangers_rope(s, both, "rope_parameters.", c->rope_type, family);
+        return;
+    }
+    llama_strangers_rope(s, json_object_get(both, "full_attention"), "rope_parameters.full_attention.",
+                         c->rope_type, family);
+    llama_strangers_rope(s, json_object_get(both, "sliding_attention"), "rope_parameters.sliding_attention.",
+                         LLAMA_ROPE_DEFAULT, family);
+}
+
+/* Every key is known: used, or without effect. All that are not are in one sentence.
+ *   root   the file's object; text: that of the text model, perhaps the same */
+static inline int llama_config_known(const llama_config *c, json_t *root, json_t *text,
+                                     const llama_family *family, const char *path, upipe_err *err)
+{
+    llama_strangers s;
+    const char *name;
+    json_t *value;
+    size_t n;
+    memset(&s, 0, sizeof s);
+    json_object_foreach(root, name, value)
+    {
+        if (text != root && !llama_is_word(llama_keys_whole, name) && !llama_is_word(llama_keys_idle, name))
+            llama_strangers_add(&s, "", name);
+    }
+    json_object_foreach(text, name, value)
+    {
+        if (!llama_has_key(family, name) && !llama_is_word(llama_keys_idle, name) &&
+            !llama_is_word(family->idle, name) && !(json_is_null(value) && strcmp(name, "auto_map") == 0))
+            llama_strangers_add(&s, "", name);
+    }
+    llama_strangers_ropes(&s, c, text, family);
+    if (s.n == 0) return 0;
+    n = strlen(s.names);
+    if (s.more > 0) snprintf(s.names + n, sizeof s.names - n, " and %d more", s.more);
+    return llama_config_fail(err, path, "%s %s not known of a %s%s%s; --ignore-key reads on without %s",
+                             s.names, s.n > 1 ? "are keys that are" : "is a key that is", family->type,
+                             s.rope ? " with RoPE of the type " : "",
+                             s.rope ? llama_rope_names[c->rope_type] : "", s.n > 1 ? "each" : "it");
 }
 
 /* The activation of the gate is the family's. */
@@ -398,7 +434,10 @@ static inline int llama_config_unbuilt(const json_t *root, const llama_family *f
         llama_config_none(root, "quantization_config", path, err) ||
         llama_config_none(root, "per_layer_config", path, err) ||
         llama_config_none(root, "text_config", path, err) ||
-        llama_config_none(root, "auto_map", path, err)) /* code of its own */
+        llama_config_neutral(root, "use_mrope", 0, path, err) ||
+        llama_config_neutral(root, "lm_head_bias", 0, path, err) ||
+        llama_config_neutral(root, "full_attn_mod", 1, path, err) ||
+        llama_config_neutral(root, "interpolate_factor", 1, path, err))
         return -1;
     if (causal != NULL && !json_is_true(causal))
         return llama_config_fail(err, path, "is_causal is not true; only causal attention is built");
@@ -636,14 +675,27 @@ static inline int llama_config_numbers(llama_config *c, json_t *root, int like, 
 
 /* ---- the file ---- */
 
+/* Takes a key out of an object, or, as in rope_scaling.factor, out of an object in it; -1: it is not there. */
+static inline int llama_config_forget(json_t *object, const char *name)
+{
+    const char *dot = strchr(name, '.');
+    char key[80];
+    if (json_object_del(object, name) == 0) return 0;
+    for (; dot != NULL; dot = strchr(dot + 1, '.')) {
+        snprintf(key, sizeof key, "%.*s", (int)(dot - name), name);
+        if (llama_config_forget(json_object_get(object, key), dot + 1) == 0) return 0;
+    }
+    return -1;
+}
+
 /* llama_config_ignore -- the file as if it had no key of these names, each of which it has */
 static inline int llama_config_ignore(json_t *root, const text_list *ignored, const char *path,
                                       upipe_err *err)
 {
     int i;
     for (i = 0; ignored != NULL && i < ignored->n; ++i)
-        if (json_object_del(root, ignored->at[i]) != 0 &&
-            json_object_del(json_object_get(root, "text_config"), ignored->at[i]) != 0)
+        if (llama_config_forget(root, ignored->at[i]) != 0 &&
+            llama_config_forget(json_object_get(root, "text_config"), ignored->at[i]) != 0)
             return llama_config_fail(err, path, "has no key %.60s, which --ignore-key names", ignored->at[i]);
     return 0;
 }
@@ -674,7 +726,7 @@ static inline int llama_config_read(llama_config *c, upipe_dtype *dtype, const c
                : llama_config_model(text, path, err);
     bad = like < 0 || llama_config_unbuilt(text, &llama_families[like], path, err) ||
           llama_config_numbers(c, text, like, path, err) ||
-          llama_config_known(text, &llama_families[like], path, err);
+          llama_config_known(c, root, text, &llama_families[like], path, err);
     type = json_object_get(text, "torch_dtype");
     if (type == NULL) type = json_object_get(text, "dtype");
     if (dtype != NULL)

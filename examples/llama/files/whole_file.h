@@ -11,14 +11,16 @@
 __attribute__((format(printf, 3, 4))) static inline int llama_config_fail(upipe_err *err, const char *path,
                                                                           const char *format, ...)
 {
-    char text[176];
-    size_t length = strlen(path);
+    char text[208];
+    size_t length = strlen(path), most;
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    most = sizeof err->text - sizeof ": " - strlen(text);
+    if (most > 76) most = 76;
     /* the end of a long path says more than its start */
-    upipe_fail(err, UPIPE_ERR_ARG, "%s: %s", length > 76 ? path + length - 76 : path, text);
+    upipe_fail(err, UPIPE_ERR_ARG, "%s: %s", length > most ? path + length - most : path, text);
     return -1;
 }
 

@@ -39,6 +39,7 @@ struct attention {
     upipe_view x;               /* it, where the kind reads it */
     upipe_saved saved;          /* of the whole sequence */
     upipe_fpdt_saved offloaded; /* of segments, in the second pool */
+    size_t segment_bytes;       /* of the result of one of them */
     upipe_linear_layer linear;
     upipe_linear_saved linear_saved;
     /* A gradient of normed, that of the gate or of a linear layer, until normed is not read any more */
@@ -133,7 +134,7 @@ static inline upipe_status attention_segment_slots(attention *a, const upipe_pla
                                                    const upipe_slots *slots, int back)
 {
     upipe_ctx *c = a->r->c;
-    const size_t slot = upipe_fpdt_out_bytes(&a->f) / (size_t)a->f.segments / (size_t)p->stages;
+    const size_t slot = a->segment_bytes / (size_t)p->stages;
     int stage;
     for (stage = 0; stage < p->stages; ++stage) {
         char *there = a->offloaded.out + (size_t)(i * p->stages + stage) * slot;
@@ -303,6 +304,7 @@ static inline attention attention_of(model_rank *r, int64_t layer)
     a.f = r->m->fpdt;
     a.f.host = r->second;
     a.pool = cut ? r->second : r->c->mem;
+    if (cut) a.segment_bytes = upipe_fpdt_out_bytes(&a.f) / (size_t)a.f.segments;
     if (model_tensor(r, LLAMA_WG, layer) != NULL) a.kind = &attention_kinds[ATTENTION_GATED];
     if (llama_is_linear(&r->m->layout->config, layer)) {
         a.kind = &attention_kinds[ATTENTION_LINEAR];

@@ -105,12 +105,12 @@ enum {
 /* clang-format off */
 static const llama_family llama_families[LLAMA_FAMILIES] = {
     {.type = "llama", .architecture = "LlamaForCausalLM", .bias = LLAMA_BIAS_QKVO, .kv_heads = 1,
-     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = "", .idle = " sliding_window "},
+     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = "", .idle = " sliding_window max_sequence_length "},
     {.type = "mistral", .architecture = "MistralForCausalLM", .windows = LLAMA_WINDOWS_ALL, .window = 4096,
      .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window ", .idle = ""},
     {.type = "qwen2", .architecture = "Qwen2ForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_always = 1,
      .windows = LLAMA_WINDOWS_SWITCH, .window = 4096,
-     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window max_window_layers ", .idle = ""},
+     .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window max_window_layers use_mrope ", .idle = ""},
     {.type = "qwen3", .architecture = "Qwen3ForCausalLM", .bias = LLAMA_BIAS_QKVO, .qk_norm = 1,
      .windows = LLAMA_WINDOWS_SWITCH, .window = 4096, .head_dim = 128,
      .norm_eps = 1e-6, .rope_theta = 1e4, .keys = " sliding_window max_window_layers ", .idle = ""},
@@ -128,7 +128,7 @@ static const llama_family llama_families[LLAMA_FAMILIES] = {
     {.type = "phi3", .architecture = "Phi3ForCausalLM", .windows = LLAMA_WINDOWS_ALL, .kv_heads = 1,
      .norm_eps = 1e-5, .rope_theta = 1e4, .pad = 1 + 32000, .partial = 1, .original = 4096,
      .ropes = 1u << LLAMA_ROPE_DEFAULT | 1u << LLAMA_ROPE_LONGROPE, .fused = LLAMA_FUSED_QKV | LLAMA_FUSED_MLP,
-     .keys = " sliding_window resid_pdrop embd_pdrop ", .idle = ""},
+     .keys = " sliding_window resid_pdrop embd_pdrop lm_head_bias full_attn_mod interpolate_factor ", .idle = " auto_map "},
     {.type = "glm", .architecture = "GlmForCausalLM", .bias = LLAMA_BIAS_QKV, .bias_absent = 1, .head_dim = 128,
      .norm_eps = 1.5625e-07, .rope_theta = 1e4, .pad = 1 + 151329, .partial = 0.5, .interleaved = 1,
      .fused = LLAMA_FUSED_MLP, .keys = "", .idle = ""},
@@ -170,7 +170,7 @@ static const char llama_keys[] =
     "pad_token_id "
     "model_type architectures torch_dtype dtype hidden_act mlp_bias attention_dropout use_sliding_window "
     "layer_types "
-    "is_causal quantization_config auto_map per_layer_config text_config ";
+    "is_causal quantization_config per_layer_config text_config ";
 
 /* Keys of a larger model, beside text_config, that change nothing in its text part, or must say the same there. */
 static const char llama_keys_whole[] =
@@ -179,8 +179,8 @@ static const char llama_keys_whole[] =
 
 /* Keys of every family that change neither what is computed nor what is learned. */
 static const char llama_keys_idle[] =
-    " _name_or_path _attn_implementation attn_implementation _commit_hash transformers_version "
-    "transformers.js_config "
+    " _name_or_path _attn_implementation _attn_implementation_autoset attn_implementation _commit_hash "
+    "transformers_version transformers.js_config gradient_checkpointing tie_encoder_decoder tf_legacy_loss "
     "unsloth_version unsloth_fixed tokenizer_class bos_token_id eos_token_id sep_token_id cls_token_id "
     "mask_token_id "
     "decoder_start_token_id use_cache initializer_range pretraining_tp rope_interleaved is_llama_config "

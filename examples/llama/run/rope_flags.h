@@ -1,4 +1,4 @@
-/* rope_flags.h -- the flags of RoPE, of train and compare, as numbers of a model's configuration */
+/* rope_flags.h -- the flags of RoPE, of train, logits and compare, as numbers of a model's configuration */
 #ifndef LLAMA_ROPE_FLAGS_H
 #define LLAMA_ROPE_FLAGS_H
 
