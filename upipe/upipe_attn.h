@@ -19,13 +19,15 @@
 #ifndef UPIPE_ATTN_H
 #define UPIPE_ATTN_H
 
+#include "upipe_borders.h"
 #include "upipe_ops.h"
 
 /* upipe_mask -- the mask of an attention call, a layer or a ring; zero fields mask nothing
  *   window      a query at position p sees no position below p - window + 1; 0 = no limit
- *   cu_seqlens  packed sequences: cu_seqlens_n + 1 ascending positions. Packed sequence i is [cu_seqlens[i],
- *               cu_seqlens[i+1]), which may be empty. A query sees its own packed sequence alone; a query
- *               outside of all of them sees nothing. NULL = none. Host memory
+ *   cu_seqlens  packed documents, as in upipe_borders. A query sees its own document alone; a query outside of all of
+ *               them sees nothing. NULL = none. Host memory
+ *   padded      nonzero: tokens outside of all documents are padding. Else the calls that know the whole sequence, those
+ *               of a layer, of Q, K and V, and of segments, refuse documents that do not cover it
  *   sinks       f32 [H], where the backend computes: one more score a head, whose value is 0; NULL = none
  *   softcap     scores become softcap * tanh(score / softcap); 0 = none
  *   causal      nonzero: a query sees positions up to its own; 0: also later ones
@@ -36,8 +38,17 @@ typedef struct upipe_mask {
     int64_t cu_seqlens_n;
     const float *sinks;
     float softcap;
-    int causal;
+    int causal, padded;
 } upipe_mask;
+
+/* The mask's borders. */
+UPIPE_API upipe_borders upipe_mask_borders(const upipe_mask *m)
+{
+    upipe_borders b;
+    b.cu_seqlens = m->cu_seqlens;
+    b.cu_seqlens_n = m->cu_seqlens_n;
+    return b;
+}
 
 /* upipe_attn -- forward
  *   q k v o     one storage type, but o may be f32 beside narrower ones; o does not overlap the others
@@ -131,25 +142,18 @@ UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first
     if (m->causal) to = same + 1;
     if (m->window > 0) from = i - upipe_floor_div(m->window - 1 - away, step);
     if (m->cu_seqlens != NULL) {
-        /* finds low with cu_seqlens[low] <= pos < cu_seqlens[low + 1] */
-        int64_t low = 0, high = m->cu_seqlens_n;
-        if (pos < m->cu_seqlens[0]) {
-            to = 0;
-        } else if (pos >= m->cu_seqlens[high]) {
-            from = n;
-        } else {
-            while (high - low > 1) {
-                int64_t middle = low + (high - low) / 2;
-                if (m->cu_seqlens[middle] <= pos)
-                    low = middle;
-                else
-                    high = middle;
-            }
+        const upipe_borders b = upipe_mask_borders(m);
+        int64_t low, high;
+        if (upipe_borders_at(&b, pos, &low, &high)) {
             /* the first keys at or behind both borders */
-            low = -upipe_floor_div(a->k_pos - m->cu_seqlens[low], step);
-            high = -upipe_floor_div(a->k_pos - m->cu_seqlens[high], step);
+            low = -upipe_floor_div(a->k_pos - low, step);
+            high = -upipe_floor_div(a->k_pos - high, step);
             if (low > from) from = low;
             if (high < to) to = high;
+        } else if (low == INT64_MIN) {
+            to = 0;
+        } else {
+            from = n;
         }
     }
     *end = upipe_clamp(to, 0, n);
@@ -192,7 +196,7 @@ UPIPE_API upipe_status upipe_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_mask *m = &a->mask;
     const int64_t limit = INT64_C(1) << 60;
-    int64_t i;
+    const upipe_borders borders = upipe_mask_borders(m);
     if (m->window < 0 || m->window > limit)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: a window of %lld positions",
                           (long long)m->window);
@@ -210,15 +214,7 @@ UPIPE_API upipe_status upipe_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "attention: soft-cap %g is out of all proportion to scale %g", m->softcap,
                           upipe_attn_scale(a));
-    if (m->cu_seqlens_n < 0 || (m->cu_seqlens == NULL) != (m->cu_seqlens_n == 0))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %lld packed sequences, cu_seqlens is %sNULL",
-                          (long long)m->cu_seqlens_n, m->cu_seqlens != NULL ? "not " : "");
-    for (i = 0; i < m->cu_seqlens_n; ++i)
-        if (m->cu_seqlens[i] > m->cu_seqlens[i + 1] || m->cu_seqlens[i] < -limit ||
-            m->cu_seqlens[i + 1] > limit)
-            return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: packed sequence %lld is [%lld, %lld)",
-                              (long long)i, (long long)m->cu_seqlens[i], (long long)m->cu_seqlens[i + 1]);
-    return UPIPE_OK;
+    return upipe_borders_check(&c->err, &borders);
 }
 
 /* Whether the backend supports what this call asks for.

@@ -1,8 +1,8 @@
-/* upipe_borders.h -- borders of packed documents: where a state begins anew        layer 1, includes upipe_base.h
+/* upipe_borders.h -- borders of packed documents        layer 1, includes upipe_base.h
  *
- * cu_seqlens has cu_seqlens_n + 1 ascending positions, in host memory, as in upipe_mask: document i is [cu_seqlens[i],
- * cu_seqlens[i + 1]), which may be empty. Tokens before the first border are one more
- * document, and so are those behind the last one. NULL: there are no borders.
+ * cu_seqlens has cu_seqlens_n + 1 ascending positions, in host memory: document i is [cu_seqlens[i], cu_seqlens[i + 1]),
+ * which may be empty. A position before the first border, or from the last one on, lies in no document: a token there
+ * sees nothing in attention, and linear attention takes none. NULL: there are no borders.
  */
 #ifndef UPIPE_BORDERS_H
 #define UPIPE_BORDERS_H
@@ -30,8 +30,8 @@ UPIPE_API upipe_status upipe_borders_check(upipe_err *e, const upipe_borders *b)
     return UPIPE_OK;
 }
 
-/* Borders at or before a position. */
-UPIPE_API int64_t upi_borders_until(const upipe_borders *b, int64_t pos)
+/* upipe_borders_until -- how many borders lie at or before a position */
+UPIPE_API int64_t upipe_borders_until(const upipe_borders *b, int64_t pos)
 {
     int64_t low = 0, high = b->cu_seqlens != NULL ? b->cu_seqlens_n + 1 : 0;
     while (low < high) {
@@ -44,18 +44,40 @@ UPIPE_API int64_t upi_borders_until(const upipe_borders *b, int64_t pos)
     return low;
 }
 
-/* The last border at or before a position; INT64_MIN: there is none. */
+/* upipe_border_before -- the last border at or before a position; INT64_MIN: there is none */
 UPIPE_API int64_t upipe_border_before(const upipe_borders *b, int64_t pos)
 {
-    const int64_t n = upi_borders_until(b, pos);
+    const int64_t n = upipe_borders_until(b, pos);
     return n > 0 ? b->cu_seqlens[n - 1] : INT64_MIN;
 }
 
-/* The first border behind a position; INT64_MAX: there is none. */
+/* upipe_border_behind -- the first border behind a position; INT64_MAX: there is none */
 UPIPE_API int64_t upipe_border_behind(const upipe_borders *b, int64_t pos)
 {
-    const int64_t n = upi_borders_until(b, pos);
+    const int64_t n = upipe_borders_until(b, pos);
     return b->cu_seqlens != NULL && n <= b->cu_seqlens_n ? b->cu_seqlens[n] : INT64_MAX;
+}
+
+/* upipe_borders_at -- the document of a position, [*begin, *end); returns 0 where there is none, and leaves INT64_MIN or
+ *                     INT64_MAX where there is no border on that side */
+UPIPE_API int upipe_borders_at(const upipe_borders *b, int64_t pos, int64_t *begin, int64_t *end)
+{
+    const int64_t n = upipe_borders_until(b, pos);
+    *begin = n > 0 ? b->cu_seqlens[n - 1] : INT64_MIN;
+    *end = n <= b->cu_seqlens_n ? b->cu_seqlens[n] : INT64_MAX;
+    return n > 0 && n <= b->cu_seqlens_n;
+}
+
+/* upipe_borders_cover -- ARG unless each of the positions [first, end) lies in a document, or there are no borders */
+UPIPE_API upipe_status upipe_borders_cover(upipe_err *e, const upipe_borders *b, int64_t first, int64_t end)
+{
+    if (b->cu_seqlens == NULL || first >= end ||
+        (b->cu_seqlens[0] <= first && end <= b->cu_seqlens[b->cu_seqlens_n]))
+        return UPIPE_OK;
+    return upipe_fail(e, UPIPE_ERR_ARG,
+                      "packed documents of [%lld, %lld) do not cover the tokens [%lld, %lld)",
+                      (long long)b->cu_seqlens[0], (long long)b->cu_seqlens[b->cu_seqlens_n],
+                      (long long)first, (long long)end);
 }
 
 #endif

@@ -23,12 +23,7 @@
 #include "upipe_qkv.h"
 #include "upipe_reduce.h"
 
-enum {
-    UPIPE_DRY_RANKS_MAX = UPIPE_RANKS_MAX, /* of a team, and of a ring: what a plan takes */
-    UPIPE_DRY_BLOCKS_MAX = 1024,
-    UPIPE_DRY_HOST_BLOCKS_MAX = 16,
-    UPIPE_DRY_SEEN = 61
-};
+enum { UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16, UPIPE_DRY_SEEN = 61 };
 
 /* What the calls of compute would have done: FLOPs, a multiplication and an addition each, of products, and of
  * attention over the keys that its mask shows (forward 4, backward 10 a query, key and element of head_dim). */
@@ -52,9 +47,9 @@ typedef struct upipe_dry {
     upipe_side_stream side_stream;
     upipe_ops ops;
     upipe_mem_block blocks[UPIPE_DRY_BLOCKS_MAX], host_blocks[UPIPE_DRY_HOST_BLOCKS_MAX];
-    upipe_msg list[2 * UPIPE_DRY_RANKS_MAX], ring_list[2 * UPIPE_DRY_RANKS_MAX];
-    int64_t gathered[(int)UPIPE_DRY_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX],
-        ring_gathered[(int)UPIPE_DRY_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX];
+    upipe_msg list[2 * UPIPE_RANKS_MAX], ring_list[2 * UPIPE_RANKS_MAX];
+    int64_t gathered[(int)UPIPE_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX],
+        ring_gathered[(int)UPIPE_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX];
     size_t intermediate_fwd; /* as in upipe_bytes */
     upipe_dry_work work;
     upipe_dry_seen seen[UPIPE_DRY_SEEN];
@@ -95,11 +90,13 @@ UPIPE_API upipe_dry *upi_dry_of(const upipe_ctx *c)
 UPIPE_API double upipe_attn_pairs(const upipe_attn *a)
 {
     const int64_t *const borders = a->mask.cu_seqlens, step = a->pos_step > 0 ? a->pos_step : 1;
+    const upipe_borders documents = upipe_mask_borders(&a->mask);
     double pairs = borders == NULL ? upi_dry_plain_pairs(a) : 0;
     const int64_t q_end = a->q_pos + a->q.n * step, k_end = a->k_pos + a->k.n * step;
     const int64_t from = a->q_pos > a->k_pos ? a->q_pos : a->k_pos, end = q_end < k_end ? q_end : k_end;
-    int64_t i;
-    for (i = upi_dry_document(&a->mask, from); i < a->mask.cu_seqlens_n && borders[i] < end; ++i) {
+    int64_t i = upipe_borders_until(&documents,
+                                    from); /* the document of `from` begins at the border before this one */
+    for (i -= i > 0; i < a->mask.cu_seqlens_n && borders[i] < end; ++i) {
         upipe_attn part = *a;
         part.q.n = upi_dry_between(&part.q_pos, a->q.n, step, borders[i], borders[i + 1]);
         part.k.n = upi_dry_between(&part.k_pos, a->k.n, step, borders[i], borders[i + 1]);
@@ -114,7 +111,7 @@ UPIPE_API double upi_dry_pairs(const upipe_ctx *c, const upipe_attn *a)
     upipe_dry_seen call = {{a->q_pos, a->q.n, a->k_pos, a->k.n, a->pos_step}, a->mask, 0}, *seen;
     call.mask.sinks = NULL; /* those of other heads show the same */
     seen = &upi_dry_of(c)->seen[(uint64_t)(a->q_pos + 3 * a->k_pos + a->mask.window) % UPIPE_DRY_SEEN];
-    if (memcmp(seen, &call, offsetof(upipe_dry_seen, pairs)) != 0) {
+    if (memcmp(seen, &call, offsetof(upipe_dry_seen, mask) + offsetof(upipe_mask, padded)) != 0) {
         *seen = call;
         seen->pairs = upipe_attn_pairs(a);
     }

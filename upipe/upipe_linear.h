@@ -212,6 +212,7 @@ UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, const upipe_linear_ops *ru
     if (a->beta.data != NULL) UPIPE_TRY(upi_linear_like(c, "beta", a->beta, q.n, h, 1, UPIPE_F32));
     if (a->state == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the state is NULL");
     UPIPE_TRY(upipe_borders_check(&c->err, &a->borders));
+    UPIPE_TRY(upipe_borders_cover(&c->err, &a->borders, a->pos, a->pos + q.n));
     if (a->chunk == 0) a->chunk = UPIPE_LINEAR_CHUNK;
     if (a->chunk > rules->chunk_max)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,

@@ -122,12 +122,12 @@ static upipe_status abi_read(upipe_abi_desc *out, const upipe_abi_desc *desc, up
     if (out->ranks == 0) out->ranks = 1;
     if (out->layers == 0) out->layers = 1;
     if (out->ring == 0) out->ring = 1;
-    if (out->ranks < 0 || out->ranks > UPIPE_DRY_RANKS_MAX)
+    if (out->ranks < 0 || out->ranks > UPIPE_RANKS_MAX)
         return upipe_fail(err, UPIPE_ERR_ARG, "%d ranks, at most %d", (int)out->ranks,
-                          (int)UPIPE_DRY_RANKS_MAX);
-    if (out->ring < 0 || out->ring > UPIPE_DRY_RANKS_MAX)
+                          (int)UPIPE_RANKS_MAX);
+    if (out->ring < 0 || out->ring > UPIPE_RANKS_MAX)
         return upipe_fail(err, UPIPE_ERR_ARG, "a ring of %d ranks, at most %d", (int)out->ring,
-                          (int)UPIPE_DRY_RANKS_MAX);
+                          (int)UPIPE_RANKS_MAX);
     if (out->layers < 0 || out->layers > LAYERS_MAX)
         return upipe_fail(err, UPIPE_ERR_ARG, "%d layers, at most %d", (int)out->layers, (int)LAYERS_MAX);
     if (out->dtype != UPIPE_ABI_F32 && out->dtype != UPIPE_ABI_BF16)

@@ -33,18 +33,4 @@ UPIPE_API int64_t upi_dry_between(int64_t *pos, int64_t n, int64_t step, int64_t
     return end - first;
 }
 
-/* The first document that ends behind a position. */
-UPIPE_API int64_t upi_dry_document(const upipe_mask *m, int64_t pos)
-{
-    int64_t low = 0, high = m->cu_seqlens_n;
-    while (low < high) {
-        const int64_t middle = low + (high - low) / 2;
-        if (m->cu_seqlens[middle + 1] <= pos)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
 #endif

@@ -29,7 +29,8 @@ UPIPE_API upipe_status upi_scan_check_plan(upipe_ctx *c, const upipe_comm *comm,
             &c->err, UPIPE_ERR_ARG,
             "a plan whose tokens are those of rank %d of %d, on rank %d of a communicator of %d",
             upi_scan_rank(s), upi_scan_ranks(s), comm->rank, comm->ranks);
-    return upipe_borders_check(&c->err, &s->borders);
+    UPIPE_TRY(upipe_borders_check(&c->err, &s->borders));
+    return upipe_borders_cover(&c->err, &s->borders, s->first, s->first + d->tokens);
 }
 
 UPIPE_API upipe_status upi_scan_check(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s,
