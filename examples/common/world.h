@@ -95,11 +95,10 @@ static inline int world_place(const int64_t *node, int ranks, int me, int *near_
     return place;
 }
 
-/* The first rank of this process's ring, whose ranks are in_team apart. */
+/* The first rank of this process's ring. */
 static inline int world_ring_first(const struct world *w)
 {
-    const int ranks = w->in_team * w->in_ring; /* of a replica */
-    return w->first / ranks * ranks + w->first % w->in_team;
+    return grid_ring_first(w->first, w->in_team, w->in_ring);
 }
 
 #include "world_tcp.h"
@@ -141,14 +140,10 @@ static inline int world_is_root(const struct world *w)
     return w->first == 0;
 }
 
-/* Whether a communicator of this process has failed. */
+/* Whether a communicator of this process has failed: then all have. */
 static inline int world_broken(const struct world *w)
 {
-    const upipe_comm *const all[] = {w->all, w->team, w->ring};
-    size_t i;
-    for (i = 0; i < sizeof all / sizeof *all; ++i)
-        if (all[i] != NULL && all[i]->ops.failure(all[i]) != NULL) return 1;
-    return 0;
+    return w->all != NULL && w->all->ops.failure(w->all) != NULL;
 }
 
 /* world_broadcast -- the bytes of one rank come to all processes, which call this together */
@@ -373,8 +368,12 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
     if (shape == w->shapes + WORLD_SHAPES)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "a run with more than %d shapes", WORLD_SHAPES);
     if (shape == w->shapes + w->shapes_n) {
+        const int sides = w->side != NULL;
         w->team = w->ring = NULL;
         UPIPE_TRY(w->kind->split(w, e));
+        if (w->side != NULL && !sides) upipe_comm_part(w->side, w->all, 0, 1);
+        if (w->team != w->all) upipe_comm_part(w->team, w->all, w->first / w->in_team * w->in_team, 1);
+        if (w->ring != NULL) upipe_comm_part(w->ring, w->all, world_ring_first(w), w->in_team);
         shape->in_team = w->in_team;
         shape->in_ring = w->in_ring;
         shape->team = w->team;
@@ -390,6 +389,7 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
 static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
 {
     upipe_status s;
+    int r;
     if (w->ranks % (in_team * in_ring) != 0)
         return upipe_fail(e, UPIPE_ERR_ARG, "%d ranks are no grids of %d rings of %d", w->ranks, in_team,
                           in_ring);
@@ -399,26 +399,25 @@ static inline upipe_status world_split(struct world *w, int in_team, int in_ring
     if (w->with_side) UPIPE_TRY(upipe_threads_init(&w->side_threads, w->ranks, w->deadline, e));
     s = grid_init(&w->threads, w->ranks, in_team, in_ring, w->deadline, e);
     if (s != UPIPE_OK) upipe_threads_free(&w->side_threads);
+    for (r = 0; s == UPIPE_OK && w->with_side && r < w->ranks; ++r)
+        upipe_comm_part(world_side(w, r), grid_world(&w->threads, r), 0, 1);
     return s;
 }
 
 static inline void world_join(struct world *w)
 {
     if (w->all != NULL) return;
-    grid_free(&w->threads);
     upipe_threads_free(&w->side_threads);
+    grid_free(&w->threads);
 }
 
 static inline upipe_status world_main(void *user, int rank)
 {
     struct world *w = (struct world *)user;
-    upipe_err *why = &w->why[rank - w->first];
-    const upipe_status s = w->body(w->user, rank, why);
-    if (s != UPIPE_OK && w->all == NULL) upipe_comm_abort(world_side(w, rank), why->text);
-    return s;
+    return w->body(w->user, rank, &w->why[rank - w->first]);
 }
 
-/* A process that fails breaks what others may wait in, with its sentence. */
+/* A process that fails breaks the world and its parts, with its sentence. */
 static inline upipe_status world_main_process(struct world *w)
 {
     upipe_status s = world_main(w, w->first);
@@ -431,9 +430,6 @@ static inline upipe_status world_main_process(struct world *w)
     else
         snprintf(text, sizeof text, "rank %d: %s%s", w->first, cli_status(s), why->text);
     upipe_comm_abort(w->all, text);
-    upipe_comm_abort(w->team, text);
-    upipe_comm_abort(w->ring, text);
-    upipe_comm_abort(w->side, text);
     snprintf(why->text, sizeof why->text, "%.*s", (int)sizeof why->text - 1, text);
     return s;
 }
@@ -457,7 +453,8 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
     }
     w->body = body;
     w->user = user;
-    s = w->all != NULL ? world_main_process(w) : grid_run(&w->threads, world_main, w, statuses);
+    s = w->all != NULL ? world_main_process(w)
+                       : upipe_threads_run(&w->threads.world, world_main, w, statuses, NULL);
     r = cli_reason(statuses, w->here, s);
     if (s != UPIPE_OK && w->all != NULL)
         cli_fail("%s%s", what, w->why[0].text);
