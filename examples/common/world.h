@@ -70,6 +70,7 @@ struct world {
     const world_kind *kind;
     void *own; /* the transport's */
     upipe_comm *all, *team, *ring, *side;
+    char (*hosts)[UPIPE_COMM_HOST];   /* [ranks] machines, for sentences */
     world_shape shapes[WORLD_SHAPES]; /* each is made once */
     int shapes_n;
     /* during world_run */
@@ -217,6 +218,23 @@ static inline int world_same(struct world *w, const char *what, uint64_t hash)
     return world_agree(w, bad);
 }
 
+/* Tells the ranks of several machines their names, for sentences. 0, or -1 with the sentence out. */
+static inline int world_name_hosts(struct world *w)
+{
+    enum { NUMBERS = UPIPE_COMM_HOST / sizeof(int64_t) };
+    int64_t mine[NUMBERS] = {0};
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    w->hosts = (char(*)[UPIPE_COMM_HOST])calloc((size_t)w->ranks, sizeof *w->hosts);
+    (void)gethostname((char *)mine, sizeof mine - 1);
+    if (w->hosts == NULL) upipe_comm_abort(w->all, "out of memory");
+    if (upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS) != UPIPE_OK)
+        return cli_fail("%s%s", cli_status(c.err.status), c.err.text);
+    memcpy(w->hosts, w->all->gathered, (size_t)w->ranks * sizeof *w->hosts);
+    if (w->near < w->ranks) w->all->hosts = (const char(*)[UPIPE_COMM_HOST])w->hosts;
+    return 0;
+}
+
 /* The launcher's processes meet. 0, or -1 with the sentence out. */
 static inline int world_meet(struct world *w, const options *o)
 {
@@ -328,6 +346,7 @@ static inline int world_begin(struct world *w, const flag_set *set, options *o, 
         w->all = NULL;
         return 1 + EXIT_RUN;
     }
+    if (world_name_hosts(w) != 0 && status == 0) status = 1 + EXIT_RUN;
     if (status == 0 && options_given(o, &o->how.ranks) && o->how.ranks != w->ranks)
         status = cli_refuse("--ranks %d, but the launcher has started %d processes", o->how.ranks, w->ranks);
     status = world_agree(w, status);
@@ -369,8 +388,13 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "a run with more than %d shapes", WORLD_SHAPES);
     if (shape == w->shapes + w->shapes_n) {
         const int sides = w->side != NULL;
+        upipe_status s;
         w->team = w->ring = NULL;
-        UPIPE_TRY(w->kind->split(w, e));
+        s = w->kind->split(w, e);
+        if (s != UPIPE_OK) {
+            upipe_comm_abort(w->all, e->text);
+            return s;
+        }
         if (w->side != NULL && !sides) upipe_comm_part(w->side, w->all, 0, 1);
         if (w->team != w->all) upipe_comm_part(w->team, w->all, w->first / w->in_team * w->in_team, 1);
         if (w->ring != NULL) upipe_comm_part(w->ring, w->all, world_ring_first(w), w->in_team);
@@ -515,7 +539,10 @@ static inline int world_end(struct world *w, int status)
         if (status != 0 && cli_holds) nanosleep(&nap, NULL);
         return status;
     }
-    if (!world_broken(w) && w->kind->end(w) == 0) return status;
+    if (!world_broken(w) && w->kind->end(w) == 0) {
+        free(w->hosts);
+        return status;
+    }
     /* Rank 0 has said why, and ends the job at once. If it cannot, the next one does. Launchers end processes with
      * SIGTERM, for which a program may have a better use while it is whole. */
     signal(SIGTERM, SIG_DFL);
