@@ -102,7 +102,7 @@ static inline int world_tcp_connect(struct world *w, int which, int first, int s
 }
 
 /* A sentence is out, or held, and is the only one. */
-static inline upipe_status world_tcp_said(const struct world *w, upipe_err *e)
+static inline upipe_status world_tcp_reported(const struct world *w, upipe_err *e)
 {
     cli_mute = !cli_holds;
     return upipe_fail(e, UPIPE_ERR_TIMEOUT, "rank %d has no connections", w->first);
@@ -117,12 +117,12 @@ static inline upipe_status world_tcp_make(struct world *w, int which, int first,
     int64_t mine[NUMBERS];
     upipe_ctx c;
     memset(&c, 0, sizeof c);
-    if (world_tcp_listen(t) != 0) return world_tcp_said(w, e);
+    if (world_tcp_listen(t) != 0) return world_tcp_reported(w, e);
     memcpy(mine, &t->door, sizeof mine);
     if (upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS) != UPIPE_OK)
         return *e = c.err, e->status;
     memcpy(t->doors, w->all->gathered, (size_t)w->ranks * sizeof *t->doors);
-    return world_tcp_connect(w, which, first, step, n) != 0 ? world_tcp_said(w, e) : UPIPE_OK;
+    return world_tcp_connect(w, which, first, step, n) != 0 ? world_tcp_reported(w, e) : UPIPE_OK;
 }
 
 static inline upipe_status world_tcp_split(struct world *w, upipe_err *e)

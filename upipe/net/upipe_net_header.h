@@ -184,15 +184,16 @@ typedef struct upi_watch {
  * this rank. */
 UPIPE_API int upi_watch_try(int *busy)
 {
-    return !__atomic_exchange_n(busy, 1, __ATOMIC_ACQUIRE);
+    int idle = 0;
+    return __atomic_compare_exchange_n(busy, &idle, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
-UPIPE_API void upi_watch_take(int *busy)
+UPIPE_API void upi_watch_lock(int *busy)
 {
     while (!upi_watch_try(busy)) sched_yield();
 }
 
-UPIPE_API void upi_watch_leave(int *busy)
+UPIPE_API void upi_watch_unlock(int *busy)
 {
     __atomic_store_n(busy, 0, __ATOMIC_RELEASE);
 }

@@ -199,9 +199,9 @@ UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const
                                      const int64_t *values, int n)
 {
     upipe_status s;
-    upi_watch_take(&m->busy);
+    upi_watch_lock(&m->busy);
     s = upi_mpi_send_headers(c, m, kind, list, values, n);
-    upi_watch_leave(&m->busy);
+    upi_watch_unlock(&m->busy);
     return s;
 }
 
@@ -468,7 +468,7 @@ UPIPE_API void upi_mpi_answer(upipe_mpi *m, upipe_mpi *world)
         const int held = other == m || other == world;
         if (!held && !upi_watch_try(&other->busy)) continue;
         if (other->waits) (void)upi_mpi_mark(other, w->marks);
-        if (!held) upi_watch_leave(&other->busy);
+        if (!held) upi_watch_unlock(&other->busy);
     }
     for (; p < w->ranks; ++p)
         if (w->asked[p] != 0 && upi_watch_answer(w, p, &answer)) upi_mpi_send_word(world, 1, p, &answer);
@@ -484,11 +484,11 @@ UPIPE_API void upi_mpi_rest(upipe_ctx *c, upipe_mpi *m, int *idle)
     } else if (upi_watch_try(&world->busy)) {
         (void)upi_mpi_poll(c, world, &news);
         upi_mpi_answer(m, world);
-        upi_watch_leave(&world->busy);
+        upi_watch_unlock(&world->busy);
     }
-    upi_watch_leave(&m->busy);
+    upi_watch_unlock(&m->busy);
     upi_net_rest(idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
-    upi_watch_take(&m->busy);
+    upi_watch_lock(&m->busy);
 }
 
 /* Asks the ranks of the world for whom they wait; returns the question's number. */
@@ -497,11 +497,11 @@ UPIPE_API int64_t upi_mpi_ask(upipe_mpi *m)
     upipe_mpi *world = upi_mpi_world(m);
     upi_header question;
     int p;
-    if (world != m) upi_watch_take(&world->busy);
+    if (world != m) upi_watch_lock(&world->busy);
     question = upi_watch_question(&world->watch);
     for (p = 0; p < world->comm.ranks; ++p)
         if (p != world->comm.rank) upi_mpi_send_word(world, 0, p, &question);
-    if (world != m) upi_watch_leave(&world->busy);
+    if (world != m) upi_watch_unlock(&world->busy);
     return question.call;
 }
 
@@ -512,12 +512,12 @@ UPIPE_API upipe_status upi_mpi_late(upipe_ctx *c, upipe_mpi *m, int64_t question
     upi_watch *w = &world->watch;
     upi_team_names names;
     int come;
-    if (world != m) upi_watch_take(&world->busy);
+    if (world != m) upi_watch_lock(&world->busy);
     memset(w->marks, 0, (size_t)w->ranks);
     w->since = question;
     come = upi_mpi_mark(m, w->marks);
     come |= upi_team_blame(&m->comm, w->marks, upi_watch_waits, w, &names);
-    if (world != m) upi_watch_leave(&world->busy);
+    if (world != m) upi_watch_unlock(&world->busy);
     return upi_team_late_for(&c->err, &m->comm, m->kind, &names, come ? "come" : "finish");
 }
 
@@ -547,11 +547,11 @@ UPIPE_API upipe_status upi_mpi_call(upipe_ctx *c, upipe_mpi *m)
 UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
 {
     upipe_status s;
-    upi_watch_take(&m->busy);
+    upi_watch_lock(&m->busy);
     m->waits = 1;
     s = upi_mpi_call(c, m);
     m->waits = 0;
-    upi_watch_leave(&m->busy);
+    upi_watch_unlock(&m->busy);
     return s;
 }
 
@@ -611,9 +611,9 @@ UPIPE_API upipe_status upi_mpi_ready(upipe_ctx *c, upipe_mpi *m)
 {
     int news;
     upipe_status s = UPIPE_OK;
-    upi_watch_take(&m->busy);
+    upi_watch_lock(&m->busy);
     if (!upi_first_is_broken(&m->first)) s = upi_mpi_poll(c, m, &news);
-    upi_watch_leave(&m->busy);
+    upi_watch_unlock(&m->busy);
     return s != UPIPE_OK ? s : upipe_comm_whole(c, &m->comm);
 }
 
@@ -629,9 +629,9 @@ UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe
                                upipe_comm_called(comm, comm->rank), c->err.text);
     UPIPE_TRY(upi_mpi_begin(c, m, UPI_TEAM_TRANSFER, list, NULL, n));
     /* Data begin to move between ranks that have come. What goes wrong now is returned by wait. */
-    upi_watch_take(&m->busy);
+    upi_watch_lock(&m->busy);
     m->owed = upi_mpi_progress(c, m, &news, &missing, &left);
-    upi_watch_leave(&m->busy);
+    upi_watch_unlock(&m->busy);
     return UPIPE_OK;
 }
 
@@ -646,9 +646,9 @@ UPIPE_API upipe_status upi_mpi_wait(upipe_ctx *c, upipe_comm *comm)
         s = upipe_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
     if (s == UPIPE_OK) s = upi_mpi_finish(c, m);
     if (s == UPIPE_OK) return s;
-    upi_watch_take(&m->busy);
+    upi_watch_lock(&m->busy);
     upi_mpi_settle(c, m);
-    upi_watch_leave(&m->busy);
+    upi_watch_unlock(&m->busy);
     return s;
 }
 
@@ -793,7 +793,7 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
     rank = m->comm.rank;
     called = upipe_comm_called(&m->comm, rank);
     deadline = m->comm.deadline;
-    upi_watch_take(&m->busy);
+    upi_watch_lock(&m->busy);
     (void)upi_first_break(&m->first, UPIPE_ERR_ABORTED, m->met,
                           "the team has been freed"); /* nothing follows a goodbye */
     upi_mpi_part_ways(m, &late);

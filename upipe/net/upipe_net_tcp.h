@@ -151,7 +151,7 @@ UPIPE_API void upi_tcp_begin(upipe_tcp *t, int kind, const upipe_msg *list, cons
 {
     const int ranks = t->comm.ranks;
     int k, p, way;
-    upi_watch_take(&t->busy);
+    upi_watch_lock(&t->busy);
     ++t->call;
     t->kind = kind;
     t->list = list;
@@ -166,7 +166,7 @@ UPIPE_API void upi_tcp_begin(upipe_tcp *t, int kind, const upipe_msg *list, cons
         }
         upi_tcp_send_header(t, p, &t->out[p]);
     }
-    upi_watch_leave(&t->busy);
+    upi_watch_unlock(&t->busy);
 }
 
 /* Stores the header that has come from rank p. */
@@ -386,7 +386,7 @@ UPIPE_API void upi_tcp_answer(upipe_tcp *t, upipe_tcp *world)
         const int held = other == t || other == world;
         if (!held && !upi_watch_try(&other->busy)) continue;
         if (other->waits) (void)upi_tcp_mark(other, w->marks);
-        if (!held) upi_watch_leave(&other->busy);
+        if (!held) upi_watch_unlock(&other->busy);
     }
     for (; p < w->ranks; ++p)
         if (w->asked[p] != 0 && upi_watch_answer(w, p, &answer)) upi_tcp_send_header(world, p, &answer);
@@ -430,11 +430,11 @@ UPIPE_API void upi_tcp_rest(upipe_ctx *c, upipe_tcp *t, int64_t until)
         (void)upi_tcp_hear(c, world, &news);
         upi_tcp_answer(t, world);
         n += upi_tcp_polls(world, 0, polls + n);
-        upi_watch_leave(&world->busy);
+        upi_watch_unlock(&world->busy);
     }
-    upi_watch_leave(&t->busy);
+    upi_watch_unlock(&t->busy);
     if (!news) (void)poll(polls, n, left < 0 ? 0 : left < UPI_TCP_SLICE ? (int)left : UPI_TCP_SLICE);
-    upi_watch_take(&t->busy);
+    upi_watch_lock(&t->busy);
 }
 
 /* Asks the ranks of the world for whom they wait; returns the question's number. */
@@ -442,10 +442,10 @@ UPIPE_API int64_t upi_tcp_ask(upipe_tcp *t)
 {
     upipe_tcp *world = upi_tcp_world(t);
     upi_header question;
-    if (world != t) upi_watch_take(&world->busy);
+    if (world != t) upi_watch_lock(&world->busy);
     question = upi_watch_question(&world->watch);
     upi_tcp_send_all(world, &question);
-    if (world != t) upi_watch_leave(&world->busy);
+    if (world != t) upi_watch_unlock(&world->busy);
     return question.call;
 }
 
@@ -456,12 +456,12 @@ UPIPE_API upipe_status upi_tcp_late(upipe_ctx *c, upipe_tcp *t, int64_t question
     upi_watch *w = &world->watch;
     upi_team_names names;
     int come;
-    if (world != t) upi_watch_take(&world->busy);
+    if (world != t) upi_watch_lock(&world->busy);
     memset(w->marks, 0, (size_t)w->ranks);
     w->since = question;
     come = upi_tcp_mark(t, w->marks);
     come |= upi_team_blame(&t->comm, w->marks, upi_watch_waits, w, &names);
-    if (world != t) upi_watch_leave(&world->busy);
+    if (world != t) upi_watch_unlock(&world->busy);
     return upi_team_late_for(&c->err, &t->comm, t->kind, &names, come ? "come" : "finish");
 }
 
@@ -486,11 +486,11 @@ UPIPE_API upipe_status upi_tcp_call(upipe_ctx *c, upipe_tcp *t)
 UPIPE_API upipe_status upi_tcp_finish(upipe_ctx *c, upipe_tcp *t)
 {
     upipe_status s;
-    upi_watch_take(&t->busy);
+    upi_watch_lock(&t->busy);
     t->waits = 1;
     s = upi_tcp_call(c, t);
     t->waits = 0;
-    upi_watch_leave(&t->busy);
+    upi_watch_unlock(&t->busy);
     return s;
 }
 
@@ -501,9 +501,9 @@ UPIPE_API upipe_status upi_tcp_ready(upipe_ctx *c, upipe_tcp *t)
 {
     int news;
     upipe_status s = UPIPE_OK;
-    upi_watch_take(&t->busy);
+    upi_watch_lock(&t->busy);
     if (!upi_first_is_broken(&t->first)) s = upi_tcp_hear(c, t, &news);
-    upi_watch_leave(&t->busy);
+    upi_watch_unlock(&t->busy);
     return s != UPIPE_OK ? s : upipe_comm_whole(c, &t->comm);
 }
 
@@ -518,10 +518,10 @@ UPIPE_API upipe_status upi_tcp_start(upipe_ctx *c, upipe_comm *comm, const upipe
         return upipe_comm_fail(&c->err, comm, s, "rank %d before a transfer: %s",
                                upipe_comm_called(comm, comm->rank), c->err.text);
     upi_tcp_begin(t, UPI_TEAM_TRANSFER, list, NULL, n);
-    upi_watch_take(&t->busy);
+    upi_watch_lock(&t->busy);
     /* What goes wrong now is returned by wait. */
     t->owed = upi_tcp_progress(c, t, &news, &missing, &left);
-    upi_watch_leave(&t->busy);
+    upi_watch_unlock(&t->busy);
     return UPIPE_OK;
 }
 
@@ -578,7 +578,7 @@ UPIPE_API upipe_status upipe_tcp_free(upipe_tcp *t, upipe_err *e)
     called = upipe_comm_called(&t->comm, rank);
     deadline = t->comm.deadline;
     until = upi_net_until(deadline);
-    upi_watch_take(&t->busy);
+    upi_watch_lock(&t->busy);
     /* nothing follows a goodbye */
     (void)upi_first_break(&t->first, UPIPE_ERR_ABORTED, t->met, "the team has been freed");
     t->n = 0; /* no data move */
