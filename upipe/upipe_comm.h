@@ -119,11 +119,10 @@ typedef struct upipe_comm {
     struct upipe_comm *world; /* the communicator of which this one is a part, or NULL */
     struct upipe_comm *part;  /* of a world the first part, of a part the next one, or NULL */
     int first, step;          /* of a part: its rank i has the number first + i * step in its world */
-    const char (
-        *hosts)[UPIPE_COMM_HOST]; /* of a world [ranks]: their machines, for sentences; NULL: not known */
-    int started;                  /* a transfer is in progress: between start and wait */
-    int reported;                 /* this rank has returned the team's failure before */
-    int quarantine;               /* peers may still access the buffers of a failed transfer */
+    const char (*hosts)[UPIPE_COMM_HOST]; /* of a world [ranks]: machines, for sentences; or NULL */
+    int started;                          /* a transfer is in progress: between start and wait */
+    int reported;                         /* this rank has returned the team's failure before */
+    int quarantine;                       /* peers may still access the buffers of a failed transfer */
     int stuck; /* ctx->stream may never get past that transfer: do not synchronize with it */
 } upipe_comm;
 

@@ -223,11 +223,13 @@ static inline int world_name_hosts(struct world *w)
 {
     enum { NUMBERS = UPIPE_COMM_HOST / sizeof(int64_t) };
     int64_t mine[NUMBERS] = {0};
+    char text[64];
     upipe_ctx c;
     memset(&c, 0, sizeof c);
     w->hosts = (char(*)[UPIPE_COMM_HOST])calloc((size_t)w->ranks, sizeof *w->hosts);
     (void)gethostname((char *)mine, sizeof mine - 1);
-    if (w->hosts == NULL) upipe_comm_abort(w->all, "out of memory");
+    snprintf(text, sizeof text, "rank %d: out of memory: %d ranks", w->first, w->ranks);
+    if (w->hosts == NULL) upipe_comm_abort(w->all, text);
     if (upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS) != UPIPE_OK)
         return cli_fail("%s%s", cli_status(c.err.status), c.err.text);
     memcpy(w->hosts, w->all->gathered, (size_t)w->ranks * sizeof *w->hosts);

@@ -29,10 +29,9 @@ typedef struct upi_volume {
 /* The same bytes on all machines of the team: one architecture. */
 typedef struct upi_header {
     uint64_t magic;
-    int64_t call; /* number, from 1; of a failure the last call that every rank had come to; of a question */
+    int64_t call;     /* number, from 1, or that of a question; of a failure the last to which all had come */
     int64_t fragment; /* bytes of one message of the transport at most, where it splits them */
-    int32_t kind,
-        n; /* UPI_TEAM_..., UPI_HEADER_...; n: numbers of an all-gather, of an answer; status of a failure */
+    int32_t kind, n;  /* UPI_TEAM_..., UPI_HEADER_...; n: of the values; of a failure its status */
     upi_volume volume[2]; /* of a transfer: UPIPE_MSG_SEND and UPIPE_MSG_RECV of the header's sender */
     /* An all-gather's numbers; of a transfer [way][UPI_HEADER_SHOWN][bytes, count]; a failure's sentence; an answer's
      * ranks, the first ones. */

@@ -84,7 +84,7 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_tea
                                                                                        const char *format,
                                                                                        ...)
 {
-    char text[200];
+    char text[224];
     va_list args;
     va_start(args, format);
     vsnprintf(text, sizeof text, format, args);

@@ -29,9 +29,10 @@
  * Failures. The rank that detects the first one returns its status: TIMEOUT, MISMATCH, or that of an entry of
  * the table. The others return ABORTED, but a MISMATCH once, in their next call if they had completed a
  * transfer in which others disagree. All sleeping ranks are woken, also in the other parts of the world
- * (upipe_comm_part). The sentence of TIMEOUT names the rank for which the others wait in the end. After upipe_comm_abort between start and
- * wait, upipe_comm_wait is still called: it returns when no peer reads the send buffers, or sets
- * comm->quarantine. After a failure only upipe_threads_free is legal, once no rank is inside a call.
+ * (upipe_comm_part). The sentence of TIMEOUT names the rank for which the others wait in the end. After
+ * upipe_comm_abort between start and wait, upipe_comm_wait is still called: it returns when no peer reads the
+ * send buffers, or sets comm->quarantine. After a failure only upipe_threads_free is legal, once no rank is
+ * inside a call.
  *
  * Strict ISO C hides the clock: include this file first, or define _POSIX_C_SOURCE=200809L (on macOS
  * _DARWIN_C_SOURCE too).
