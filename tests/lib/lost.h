@@ -51,9 +51,9 @@ static void lost_run(const lost_rank *k)
     lost_nobody(k);
     snprintf(name, sizeof name, " for rank %d to come", k->victim);
     if (k->rank == k->victim) {
-        test_nap(0.6);
+        test_nap(0.9);
     } else {
-        comm->deadline = k->rank == mate ? 0.4 : k->rank == across ? 0.3 : 0.2;
+        comm->deadline = k->rank == mate ? 0.6 : k->rank == across ? 0.5 : 0.4;
         s = upipe_comm_barrier(&c, comm);
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
         CHECK_TEXT(c.err.text, name);

@@ -164,10 +164,14 @@ UPIPE_API upipe_err upi_first_heard(const upi_header *notice)
 
 /* ---- who waits for whom ----
  *
- * A rank whose deadline has passed asks all ranks of its world. Those that wait in a call of any of their communicators
+ * A rank whose deadline is near asks all ranks of its world. Those that wait in a call of any of their communicators
  * answer for whom. One that does not answer is the one to be named. */
 
-enum { UPI_WATCH_GRACE = 100 }; /* ms past the deadline, for the answers */
+/* The last of a deadline, in ns: for the answers. */
+UPIPE_API int64_t upi_watch_grace(double deadline)
+{
+    return (int64_t)((deadline > 0.2 ? 0.1 : deadline > 0 ? deadline / 2 : 0) * 1e9);
+}
 
 /* Of a world; other ends use that of theirs. */
 typedef struct upi_watch {

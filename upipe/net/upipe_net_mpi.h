@@ -524,7 +524,8 @@ UPIPE_API upipe_status upi_mpi_late(upipe_ctx *c, upipe_mpi *m, int64_t question
 /* From the headers of a call to its end. */
 UPIPE_API upipe_status upi_mpi_call(upipe_ctx *c, upipe_mpi *m)
 {
-    int64_t until = upi_net_until(m->comm.deadline), question = 0;
+    const int64_t grace = upi_watch_grace(m->comm.deadline);
+    int64_t until = upi_net_until(m->comm.deadline) - grace, question = 0;
     int idle = 0;
     for (;;) {
         int news = 0, missing, left;
@@ -538,7 +539,7 @@ UPIPE_API upipe_status upi_mpi_call(upipe_ctx *c, upipe_mpi *m)
         if (upipe_net_now() >= until) {
             if (question > 0) return upi_mpi_late(c, m, question);
             question = upi_mpi_ask(m);
-            until += UPI_WATCH_GRACE * (int64_t)1000000;
+            until = upipe_net_now() + grace;
         }
         upi_mpi_rest(c, m, &idle);
     }

@@ -24,7 +24,7 @@
  * MISMATCH, BACKEND (a rank has died, its connection has ended; or the kernel's own text). The others pass it on, so
  * that it comes before anything that they do then, and return ABORTED with its sentence, but a MISMATCH once. It breaks
  * all parts of the world (upipe_comm_part). Where ranks wait for each other in a row, the sentence of TIMEOUT names the
- * last one: a rank asks those of its world for whom they wait, and gives them a tenth of a second beyond its deadline.
+ * last one: a rank asks those of its world for whom they wait, a tenth of a second before its deadline.
  * The kernel has a copy of what is on its way: nobody accesses a buffer once a call has failed, and comm->quarantine is
  * never set. Afterwards only upipe_tcp_free is legal.
  *
@@ -468,7 +468,8 @@ UPIPE_API upipe_status upi_tcp_late(upipe_ctx *c, upipe_tcp *t, int64_t question
 /* From the headers of a call to its end. */
 UPIPE_API upipe_status upi_tcp_call(upipe_ctx *c, upipe_tcp *t)
 {
-    int64_t until = upi_net_until(t->comm.deadline), question = 0;
+    const int64_t grace = upi_watch_grace(t->comm.deadline);
+    int64_t until = upi_net_until(t->comm.deadline) - grace, question = 0;
     for (;;) {
         int news = 0, missing, left;
         UPIPE_TRY(upi_tcp_progress(c, t, &news, &missing, &left));
@@ -477,7 +478,7 @@ UPIPE_API upipe_status upi_tcp_call(upipe_ctx *c, upipe_tcp *t)
         if (upipe_net_now() >= until) {
             if (question > 0) return upi_tcp_late(c, t, question);
             question = upi_tcp_ask(t);
-            until += UPI_WATCH_GRACE * (int64_t)1000000;
+            until = upipe_net_now() + grace;
         }
         if (!news) upi_tcp_rest(c, t, until);
     }
