@@ -614,7 +614,7 @@ static void life_run(life *w, const drawn *d)
     mark = buffers_n;
     CHECK_STATUS(grid_init(&w->net, drawn_ranks(d), d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_init(&w->side_world, drawn_ranks(d), 60, &e), UPIPE_OK, e);
-    CHECK((grid_run(&w->net, life_main, w, w->statuses) == UPIPE_OK) == (d->small == 0));
+    CHECK((upipe_threads_run(&w->net.world, life_main, w, w->statuses, NULL) == UPIPE_OK) == (d->small == 0));
     grid_free(&w->net);
     upipe_threads_free(&w->side_world);
     buffers_free(mark);

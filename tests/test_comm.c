@@ -76,6 +76,8 @@ static int test_join(pthread_t t, void **out)
 #undef pthread_create
 #undef pthread_join
 
+#include "../examples/common/grid.h"
+#include "lib/lost.h"
 #include "lib/memory.h"
 #include "lib/transfers.h"
 
@@ -1108,6 +1110,43 @@ static void test_resources(void)
     fail_at = 0;
 }
 
+/* ---- parts of a world ---- */
+
+typedef struct lost_grid {
+    grid grid;
+    upipe_threads side;
+    int victim, in_side;
+} lost_grid;
+
+static upipe_status lost_body(void *user, int rank)
+{
+    lost_grid *g = (lost_grid *)user;
+    const upipe_ops ops = {0};
+    upipe_ctx c;
+    grid_use(&g->grid, rank, &c);
+    lost_run(&(lost_rank){.world = grid_world(&g->grid, rank),
+                          .team = c.team,
+                          .ring = c.ring,
+                          .side = upipe_threads_comm(&g->side, rank),
+                          .ops = &ops,
+                          .rank = rank,
+                          .victim = g->victim,
+                          .in_side = g->in_side});
+    return UPIPE_OK;
+}
+
+static void test_lost(int victim, int in_side)
+{
+    lost_grid g = {.victim = victim, .in_side = in_side};
+    upipe_err e;
+    CHECK_STATUS(grid_init(&g.grid, 4, 2, 2, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_init(&g.side, 4, 20, &e), UPIPE_OK, e);
+    for (int r = 0; r < 4; ++r) upipe_comm_part(upipe_threads_comm(&g.side, r), grid_world(&g.grid, r), 0, 1);
+    CHECK_STATUS(upipe_threads_run(&g.grid.world, lost_body, &g, NULL, &e), UPIPE_OK, e);
+    upipe_threads_free(&g.side);
+    grid_free(&g.grid);
+}
+
 int main(void)
 {
     test_self();
@@ -1130,5 +1169,6 @@ int main(void)
     test_arguments();
     test_alone();
     test_resources();
+    for (int i = 0; i < 2; ++i) test_lost(3 * i, i);
     return test_end("comm");
 }

@@ -246,7 +246,7 @@ static void way_run_zero(way *w, const golden *g, upipe_plan_desc desc, int segm
     for (int group = 0; group < 2; ++group) w->grads[group] = floats(golden_count(g, group));
     mark = buffers_n;
     CHECK_STATUS(grid_init(&w->net, desc.ranks * desc.ring, desc.ranks, desc.ring, 60, &e), UPIPE_OK, e);
-    CHECK(grid_run(&w->net, way_main, w, NULL) == UPIPE_OK);
+    CHECK(upipe_threads_run(&w->net.world, way_main, w, NULL, NULL) == UPIPE_OK);
     grid_free(&w->net);
     buffers_free(mark);
 }

@@ -139,11 +139,13 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
             if (other == first) continue;
             if (f->list[i].real)
                 return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
-                                       "%s is %g on rank 0 and %g on rank %d", f->list[i].name,
-                                       upipe_field_value(first), upipe_field_value(other), r);
+                                       "%s is %g on rank %d and %g on rank %d", f->list[i].name,
+                                       upipe_field_value(first), upipe_comm_called(comm, 0),
+                                       upipe_field_value(other), upipe_comm_called(comm, r));
             return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
-                                   "%s is %lld on rank 0 and %lld on rank %d", f->list[i].name,
-                                   (long long)first, (long long)other, r);
+                                   "%s is %lld on rank %d and %lld on rank %d", f->list[i].name,
+                                   (long long)first, upipe_comm_called(comm, 0), (long long)other,
+                                   upipe_comm_called(comm, r));
         }
     if (hash == last->hash) {
         if (!expected) last->next = 0; /* a longer run than before */

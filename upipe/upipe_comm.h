@@ -18,6 +18,10 @@
  * Failures. The first failure of any rank breaks the team for good. The rank that detects it returns its
  * status; every later call on every rank fails at once with the same sentence, most with UPIPE_ERR_ABORTED.
  *
+ * Parts. A rank that has several communicators, of all ranks, a team, a ring, says how they belong together
+ * (upipe_comm_part): then sentences name ranks by their number among all, and a rank that is missed by others, and
+ * itself waits in another communicator, is not the one to be named.
+ *
  * Quarantine. Where a peer may still access the buffers of a failed transfer, comm->quarantine is set: their
  * memory must neither be used again nor freed before the peers have ended. A pool keeps it until
  * upipe_mem_release.
@@ -87,7 +91,11 @@ typedef struct upipe_comm_ops {
     upipe_status (*gather)(upipe_ctx *c, struct upipe_comm *comm, void *all, const void *mine, size_t bytes);
 } upipe_comm_ops;
 
-enum { UPIPE_ALL_GATHER_MAX = 40, UPIPE_AGREED_MAX = 4 };
+enum {
+    UPIPE_ALL_GATHER_MAX = 40,
+    UPIPE_AGREED_MAX = 4,
+    UPIPE_COMM_HOST = 64 /* bytes of a machine's name */
+};
 
 /* A description on which all ranks agreed. It came `run` times in a row, and the one with hash `next`
  * followed. While next is 0 the run may still grow. */
@@ -108,13 +116,57 @@ typedef struct upipe_comm {
     int64_t agreed_run;                    /* how many times in a row the last one has come */
     int agreed_last, agreed_oldest;        /* places of the last one, and of the next one to be replaced */
     int rank, ranks;
-    int started;    /* a transfer is in progress: between start and wait */
-    int reported;   /* this rank has returned the team's failure before */
-    int quarantine; /* peers may still access the buffers of a failed transfer */
-    int stuck;      /* ctx->stream may never get past that transfer: do not synchronize with it */
+    struct upipe_comm *world; /* the communicator of which this one is a part, or NULL */
+    struct upipe_comm *part;  /* of a world the first part, of a part the next one, or NULL */
+    int first, step;          /* of a part: its rank i has the number first + i * step in its world */
+    const char (*hosts)[UPIPE_COMM_HOST]; /* of a world [ranks]: machines, for sentences; or NULL */
+    int started;                          /* a transfer is in progress: between start and wait */
+    int reported;                         /* this rank has returned the team's failure before */
+    int quarantine;                       /* peers may still access the buffers of a failed transfer */
+    int stuck; /* ctx->stream may never get past that transfer: do not synchronize with it */
 } upipe_comm;
 
 #define UPIPE_DEADLINE_DEFAULT 30.0
+
+/* ---- communicators of one rank ---- */
+
+/* upipe_comm_part -- rank i of `part` is rank first + i * step of `world`, which is of the same transport
+ *
+ * Over threads, sockets and MPI a failure of one of them breaks all, and the deadline's sentence names the rank for which the
+ * others wait in the end. NCCL has upipe_nccl_join for failures, and does not know who is missing.
+ *
+ *   order   after the init of both, by all ranks of `part`, while neither is in a call. The transport's free of a part takes
+ *           it out, and comes before that of the world
+ */
+UPIPE_API void upipe_comm_part(upipe_comm *part, upipe_comm *world, int first, int step)
+{
+    part->world = world;
+    part->first = first;
+    part->step = step;
+    part->part = world->part;
+    world->part = part;
+}
+
+/* The end of a part, or of no part. */
+UPIPE_API void upipe_comm_leave(upipe_comm *part)
+{
+    upipe_comm *before = part->world;
+    while (before != NULL && before->part != part) before = before->part;
+    if (before != NULL) before->part = part->part;
+    part->world = NULL;
+}
+
+/* The communicator of which this one is a part, or itself; its parts follow it by `part`. */
+UPIPE_API upipe_comm *upipe_comm_world(const upipe_comm *comm)
+{
+    return comm->world != NULL ? comm->world : (upipe_comm *)(uintptr_t)comm;
+}
+
+/* What rank r is called in a sentence. */
+UPIPE_API int upipe_comm_called(const upipe_comm *comm, int r)
+{
+    return comm->world != NULL ? comm->first + r * comm->step : r;
+}
 
 /* ---- failures, of every transport alike ---- */
 
@@ -182,7 +234,8 @@ UPIPE_API upipe_status upipe_msg_own(upipe_err *e, upipe_comm *comm, const upipe
         list[*from].count == list[*to].count)
         return UPIPE_OK;
     return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
-                           "rank %d sends itself blocks that it does not receive", comm->rank);
+                           "rank %d sends itself blocks that it does not receive",
+                           upipe_comm_called(comm, comm->rank));
 }
 
 /* Copies what a rank sends to itself, block by block. */
@@ -200,7 +253,8 @@ UPIPE_API upipe_status upipe_comm_copy_own(upipe_ctx *c, upipe_comm *comm, const
             upipe_status s = copy(c, dst, src, list[from].send_bytes);
             if (s == UPIPE_OK) continue;
             upipe_fail_reason(&c->err, s);
-            return upipe_comm_fail(&c->err, comm, s, "rank %d copying: %s", comm->rank, c->err.text);
+            return upipe_comm_fail(&c->err, comm, s, "rank %d copying: %s",
+                                   upipe_comm_called(comm, comm->rank), c->err.text);
         }
     }
 }

@@ -2,7 +2,7 @@
  *
  *     grid g;
  *     grid_init(&g, N, C, R, deadline, &err);
- *     grid_run(&g, body, user, statuses);      body(user, rank of the world), a thread each
+ *     upipe_threads_run(&g.world, body, user, statuses, NULL);        body(user, rank of the world), a thread each
  *     grid_free(&g);
  *
  *     in body:  grid_use(&g, rank, &ctx);      ctx.team, and ctx.ring, NULL where R = 1
@@ -11,7 +11,8 @@
  *
  * C * R neighbours are a grid; N is a multiple of it. Rank w is rank w % C of team w / C, a team's ranks are
  * neighbours, and rank w / C % R of the ring of those at its place of the grid's teams. A team of all ranks is the
- * world.
+ * world; the others are its parts. Before a body uses its team or ring it passes a barrier of the world: these do not
+ * learn of a rank whose thread could not be started.
  */
 #ifndef COMMON_GRID_H
 #define COMMON_GRID_H
@@ -23,8 +24,6 @@ typedef struct grid {
     int ranks, in_team, in_ring; /* N, C, R */
     upipe_threads world;
     upipe_threads *teams, *rings; /* [N / C], NULL where the world is the team; [N / R], NULL where R = 1 */
-    upipe_status (*body)(void *user, int rank);
-    void *user;
 } grid;
 
 /* May be called after a failed grid_init, and twice. */
@@ -49,19 +48,11 @@ static inline upipe_status grid_split(upipe_threads **out, int n, int ranks, dou
     return UPIPE_OK;
 }
 
-static inline upipe_status grid_init(grid *g, int ranks, int in_team, int in_ring, double deadline,
-                                     upipe_err *e)
+/* The first rank of the ring of rank w, whose ranks are in_team apart. */
+static inline int grid_ring_first(int w, int in_team, int in_ring)
 {
-    upipe_status s;
-    memset(g, 0, sizeof *g);
-    g->ranks = ranks;
-    g->in_team = in_team;
-    g->in_ring = in_ring;
-    s = upipe_threads_init(&g->world, ranks, deadline, e);
-    if (s == UPIPE_OK && in_team < ranks) s = grid_split(&g->teams, ranks / in_team, in_team, deadline, e);
-    if (s == UPIPE_OK && in_ring > 1) s = grid_split(&g->rings, ranks / in_ring, in_ring, deadline, e);
-    if (s != UPIPE_OK) grid_free(g);
-    return s;
+    const int ranks = in_team * in_ring;
+    return w / ranks * ranks + w % in_team;
 }
 
 static inline upipe_comm *grid_world(grid *g, int rank)
@@ -78,38 +69,38 @@ static inline void grid_use(grid *g, int rank, upipe_ctx *c)
     c->ring = upipe_threads_comm(&g->rings[team / g->in_ring * g->in_team + place], team % g->in_ring);
 }
 
+static inline upipe_status grid_init(grid *g, int ranks, int in_team, int in_ring, double deadline,
+                                     upipe_err *e)
+{
+    upipe_status s;
+    int r;
+    memset(g, 0, sizeof *g);
+    g->ranks = ranks;
+    g->in_team = in_team;
+    g->in_ring = in_ring;
+    s = upipe_threads_init(&g->world, ranks, deadline, e);
+    if (s == UPIPE_OK && in_team < ranks) s = grid_split(&g->teams, ranks / in_team, in_team, deadline, e);
+    if (s == UPIPE_OK && in_ring > 1) s = grid_split(&g->rings, ranks / in_ring, in_ring, deadline, e);
+    if (s != UPIPE_OK) {
+        grid_free(g);
+        return s;
+    }
+    for (r = 0; r < ranks; ++r) {
+        upipe_ctx c;
+        grid_use(g, r, &c);
+        if (c.team != grid_world(g, r)) upipe_comm_part(c.team, grid_world(g, r), r / in_team * in_team, 1);
+        if (c.ring != NULL)
+            upipe_comm_part(c.ring, grid_world(g, r), grid_ring_first(r, in_team, in_ring), in_team);
+    }
+    return s;
+}
+
 /* Why a rank failed: its own sentence, or the world's where its thread never ran. */
 static inline const char *grid_why(grid *g, const upipe_err *own)
 {
     const upipe_comm *world = grid_world(g, 0);
     const upipe_err *first = world->ops.failure(world);
     return own->text[0] != '\0' || first == NULL ? own->text : first->text;
-}
-
-/* Ranks that wait for this one are in its team or its ring, and are aborted there. */
-static inline upipe_status grid_main(void *user, int rank)
-{
-    grid *g = (grid *)user;
-    upipe_ctx c;
-    char why[64];
-    upipe_status s = g->body(g->user, rank);
-    if (s == UPIPE_OK) return s;
-    memset(&c, 0, sizeof c);
-    grid_use(g, rank, &c);
-    snprintf(why, sizeof why, "rank %d failed: %s", rank, upipe_status_name(s));
-    upipe_comm_abort(c.team, why);
-    upipe_comm_abort(c.ring, why);
-    return s;
-}
-
-/* As upipe_threads_run, over the world. Before a body uses its team or ring it passes a barrier of the world:
- * these do not learn of a rank whose thread could not be started. */
-static inline upipe_status grid_run(grid *g, upipe_status (*body)(void *user, int rank), void *user,
-                                    upipe_status *statuses)
-{
-    g->body = body;
-    g->user = user;
-    return upipe_threads_run(&g->world, grid_main, g, statuses, NULL);
 }
 
 #endif

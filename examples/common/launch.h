@@ -24,6 +24,18 @@ static inline int launch_called(const launch *l, int rank)
     return l->first + rank * (l->step > 0 ? l->step : 1);
 }
 
+/* "; missing: ranks 3, 5": of the ranks behind rank 0 those that have not come, the first eight by number. */
+static inline void launch_missing(const launch *l, const char *come, char *text, size_t bytes)
+{
+    int r, at, missing = 0, shown = 0;
+    for (r = 1; r < l->ranks; ++r) missing += !come[r];
+    at = snprintf(text, bytes, "; missing: rank%s", missing > 1 ? "s" : "");
+    for (r = 1; r < l->ranks; ++r)
+        if (!come[r] && shown < 8)
+            at += snprintf(text + at, bytes - (size_t)at, shown++ > 0 ? ", %d" : " %d", launch_called(l, r));
+    if (missing > shown) snprintf(text + at, bytes - (size_t)at, " and %d more", missing - shown);
+}
+
 /* The first of these variables that is set, or NULL. */
 static inline const char *launch_first(const char *const *names)
 {

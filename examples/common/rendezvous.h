@@ -318,14 +318,16 @@ static inline int rendezvous_report(const rendezvous_server *s)
 {
     const rendezvous_call *k = s->k;
     const int ranks = k->l->ranks;
-    char wrong[320] = "", no_hello[64] = "", late[48] = "";
+    char wrong[320] = "", no_hello[64] = "", late[48] = "", missing[128] = "";
     if (s->joined == ranks && s->wrong == 0) return 0;
     if (s->joined < ranks) snprintf(late, sizeof late, " within %g s", k->seconds);
+    if (s->joined < ranks) launch_missing(k->l, s->seen, missing, sizeof missing);
     if (s->wrong > 0) snprintf(wrong, sizeof wrong, "; wrong hellos: %d, the last %s", s->wrong, s->why);
     if (s->no_hello > 0)
         snprintf(no_hello, sizeof no_hello, "; connections without a hello: %d", s->no_hello);
-    cli_fail("%d of %d ranks have come to %s port %d%s%s%s%s%s", s->joined, ranks, s->where, k->l->port, late,
-             s->error != 0 ? ": " : "", s->error != 0 ? strerror(s->error) : "", wrong, no_hello);
+    cli_fail("%d of %d ranks have come to %s port %d%s%s%s%s%s%s", s->joined, ranks, s->where, k->l->port,
+             late, missing, s->error != 0 ? ": " : "", s->error != 0 ? strerror(s->error) : "", wrong,
+             no_hello);
     return s->joined == ranks ? 0 : -1;
 }
 
@@ -411,7 +413,8 @@ static inline int rendezvous_handshake(const rendezvous_call *k, int fd, double 
         secret_prove(&k->secret, rendezvous_message(k, &mine.peer, &server), 2 * sizeof server, mine.proof) !=
             0)
         return 1;
-    *why = "rank 0 does not answer this rank's hello: has it the same secret?";
+    *why = k->secret.bytes > 0 ? "rank 0 does not answer this rank's hello: has it the same secret?"
+                               : "rank 0 does not answer this rank's hello";
     if (server.ranks == l->ranks && server.bytes == k->bytes) bytes = k->bytes;
     if (rendezvous_move(fd, &mine, sizeof mine, 1, until) != 0 ||
         rendezvous_move(fd, proof, sizeof proof, 0, until) != 0 ||
@@ -505,8 +508,7 @@ static inline int rendezvous_connect_all(const launch *l, int listening, void *d
 static inline int rendezvous(const launch *l, void *data, size_t bytes, double seconds)
 {
     if (l->ranks > 1 && strchr(l->address, '/') != NULL)
-        return rendezvous_file(l->address, l->rank, l->ranks, data, bytes, cli_clock(NULL) + seconds,
-                               seconds);
+        return rendezvous_file(l, data, bytes, cli_clock(NULL) + seconds, seconds);
     return rendezvous_connect_all(l, -1, data, bytes, seconds, NULL);
 }
 

@@ -8,6 +8,7 @@
 #ifndef COMMON_RENDEZVOUS_FILE_H
 #define COMMON_RENDEZVOUS_FILE_H
 
+#include "launch.h"
 #include "secret.h"
 
 /* All of PATH.r; PATH has numbers[ranks] and the data behind it. */
@@ -83,24 +84,28 @@ static inline int rendezvous_usable(const char *path, int rank)
     return stat(name, &about) != 0 || S_ISREG(about.st_mode);
 }
 
-/* Rank 0. `all`: what PATH holds, of `whole` bytes; numbers[r] are of rank r. */
-static inline int rendezvous_host(const char *path, rendezvous_card *all, size_t whole, uint64_t *numbers,
-                                  double until, double seconds)
+/* Rank 0. `all`: what PATH holds, of `whole` bytes; numbers[r] are of rank r, seen[r]: it has come. */
+static inline int rendezvous_host(const launch *l, rendezvous_card *all, size_t whole, uint64_t *numbers,
+                                  char *seen, double until, double seconds)
 {
-    char name[RENDEZVOUS_PATH];
+    const char *path = l->address;
+    char name[RENDEZVOUS_PATH], missing[128];
     rendezvous_card card;
     int r, come = 1, stale = 1;
     for (;;) {
         const int late = cli_clock(NULL) >= until;
         for (r = 1, come = 1; r < all->ranks; ++r) {
             if (!rendezvous_get(path, all, r, &card, sizeof card)) continue;
-            come += card.theirs == all->mine;
+            come += seen[r] = card.theirs == all->mine;
             stale |= card.mine != numbers[r];
             numbers[r] = card.mine;
         }
         if (come == all->ranks) break;
-        if (late)
-            return cli_fail("%d of %d ranks have come to %s within %g s", come, all->ranks, path, seconds);
+        if (late) {
+            launch_missing(l, seen, missing, sizeof missing);
+            return cli_fail("%d of %d ranks have come to %s within %g s%s", come, all->ranks, path, seconds,
+                            missing);
+        }
         if (stale && rendezvous_put(path, all, all, whole) != 0) return -1;
         stale = 0;
         rendezvous_nap();
@@ -130,12 +135,13 @@ static inline int rendezvous_guest(const char *path, rendezvous_card *own, rende
  *                    at a time uses a path
  *   until    the moment of cli_clock, `seconds` from the beginning
  */
-static inline int rendezvous_file(const char *path, int rank, int ranks, void *data, size_t bytes,
-                                  double until, double seconds)
+static inline int rendezvous_file(const launch *l, void *data, size_t bytes, double until, double seconds)
 {
+    const char *path = l->address;
+    const int rank = l->rank, ranks = l->ranks;
     const size_t numbers_bytes = (size_t)ranks * sizeof(uint64_t);
     const size_t whole = sizeof(rendezvous_card) + numbers_bytes + bytes;
-    rendezvous_card own, *all = (rendezvous_card *)calloc(1, whole);
+    rendezvous_card own, *all = (rendezvous_card *)calloc(1, whole + (size_t)ranks);
     uint64_t *numbers = (uint64_t *)(void *)(all + 1);
     const char *why;
     int status;
@@ -157,7 +163,7 @@ static inline int rendezvous_file(const char *path, int rank, int ranks, void *d
     *all = own;
     if (rank == 0) {
         memcpy((char *)numbers + numbers_bytes, data, bytes);
-        status = rendezvous_host(path, all, whole, numbers, until, seconds);
+        status = rendezvous_host(l, all, whole, numbers, (char *)all + whole, until, seconds);
     } else {
         status = rendezvous_guest(path, &own, all, whole, numbers, until, seconds);
         if (status == 0) memcpy(data, (char *)numbers + numbers_bytes, bytes);

@@ -70,6 +70,7 @@ struct world {
     const world_kind *kind;
     void *own; /* the transport's */
     upipe_comm *all, *team, *ring, *side;
+    char (*hosts)[UPIPE_COMM_HOST];   /* [ranks] machines, for sentences */
     world_shape shapes[WORLD_SHAPES]; /* each is made once */
     int shapes_n;
     /* during world_run */
@@ -95,11 +96,10 @@ static inline int world_place(const int64_t *node, int ranks, int me, int *near_
     return place;
 }
 
-/* The first rank of this process's ring, whose ranks are in_team apart. */
+/* The first rank of this process's ring. */
 static inline int world_ring_first(const struct world *w)
 {
-    const int ranks = w->in_team * w->in_ring; /* of a replica */
-    return w->first / ranks * ranks + w->first % w->in_team;
+    return grid_ring_first(w->first, w->in_team, w->in_ring);
 }
 
 #include "world_tcp.h"
@@ -141,14 +141,10 @@ static inline int world_is_root(const struct world *w)
     return w->first == 0;
 }
 
-/* Whether a communicator of this process has failed. */
+/* Whether a communicator of this process has failed: then all have. */
 static inline int world_broken(const struct world *w)
 {
-    const upipe_comm *const all[] = {w->all, w->team, w->ring};
-    size_t i;
-    for (i = 0; i < sizeof all / sizeof *all; ++i)
-        if (all[i] != NULL && all[i]->ops.failure(all[i]) != NULL) return 1;
-    return 0;
+    return w->all != NULL && w->all->ops.failure(w->all) != NULL;
 }
 
 /* world_broadcast -- the bytes of one rank come to all processes, which call this together */
@@ -220,6 +216,25 @@ static inline int world_same(struct world *w, const char *what, uint64_t hash)
     if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), e.text);
     if (first != (int64_t)hash) bad = cli_fail("%s than rank 0", what);
     return world_agree(w, bad);
+}
+
+/* Tells the ranks of several machines their names, for sentences. 0, or -1 with the sentence out. */
+static inline int world_name_hosts(struct world *w)
+{
+    enum { NUMBERS = UPIPE_COMM_HOST / sizeof(int64_t) };
+    int64_t mine[NUMBERS] = {0};
+    char text[64];
+    upipe_ctx c;
+    memset(&c, 0, sizeof c);
+    w->hosts = (char(*)[UPIPE_COMM_HOST])calloc((size_t)w->ranks, sizeof *w->hosts);
+    (void)gethostname((char *)mine, sizeof mine - 1);
+    snprintf(text, sizeof text, "rank %d: out of memory: %d ranks", w->first, w->ranks);
+    if (w->hosts == NULL) upipe_comm_abort(w->all, text);
+    if (upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS) != UPIPE_OK)
+        return cli_fail("%s%s", cli_status(c.err.status), c.err.text);
+    memcpy(w->hosts, w->all->gathered, (size_t)w->ranks * sizeof *w->hosts);
+    if (w->near < w->ranks) w->all->hosts = (const char(*)[UPIPE_COMM_HOST])w->hosts;
+    return 0;
 }
 
 /* The launcher's processes meet. 0, or -1 with the sentence out. */
@@ -333,6 +348,7 @@ static inline int world_begin(struct world *w, const flag_set *set, options *o, 
         w->all = NULL;
         return 1 + EXIT_RUN;
     }
+    if (world_name_hosts(w) != 0 && status == 0) status = 1 + EXIT_RUN;
     if (status == 0 && options_given(o, &o->how.ranks) && o->how.ranks != w->ranks)
         status = cli_refuse("--ranks %d, but the launcher has started %d processes", o->how.ranks, w->ranks);
     status = world_agree(w, status);
@@ -373,8 +389,17 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
     if (shape == w->shapes + WORLD_SHAPES)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "a run with more than %d shapes", WORLD_SHAPES);
     if (shape == w->shapes + w->shapes_n) {
+        const int sides = w->side != NULL;
+        upipe_status s;
         w->team = w->ring = NULL;
-        UPIPE_TRY(w->kind->split(w, e));
+        s = w->kind->split(w, e);
+        if (s != UPIPE_OK) {
+            upipe_comm_abort(w->all, e->text);
+            return s;
+        }
+        if (w->side != NULL && !sides) upipe_comm_part(w->side, w->all, 0, 1);
+        if (w->team != w->all) upipe_comm_part(w->team, w->all, w->first / w->in_team * w->in_team, 1);
+        if (w->ring != NULL) upipe_comm_part(w->ring, w->all, world_ring_first(w), w->in_team);
         shape->in_team = w->in_team;
         shape->in_ring = w->in_ring;
         shape->team = w->team;
@@ -390,6 +415,7 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
 static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
 {
     upipe_status s;
+    int r;
     if (w->ranks % (in_team * in_ring) != 0)
         return upipe_fail(e, UPIPE_ERR_ARG, "%d ranks are no grids of %d rings of %d", w->ranks, in_team,
                           in_ring);
@@ -399,26 +425,25 @@ static inline upipe_status world_split(struct world *w, int in_team, int in_ring
     if (w->with_side) UPIPE_TRY(upipe_threads_init(&w->side_threads, w->ranks, w->deadline, e));
     s = grid_init(&w->threads, w->ranks, in_team, in_ring, w->deadline, e);
     if (s != UPIPE_OK) upipe_threads_free(&w->side_threads);
+    for (r = 0; s == UPIPE_OK && w->with_side && r < w->ranks; ++r)
+        upipe_comm_part(world_side(w, r), grid_world(&w->threads, r), 0, 1);
     return s;
 }
 
 static inline void world_join(struct world *w)
 {
     if (w->all != NULL) return;
-    grid_free(&w->threads);
     upipe_threads_free(&w->side_threads);
+    grid_free(&w->threads);
 }
 
 static inline upipe_status world_main(void *user, int rank)
 {
     struct world *w = (struct world *)user;
-    upipe_err *why = &w->why[rank - w->first];
-    const upipe_status s = w->body(w->user, rank, why);
-    if (s != UPIPE_OK && w->all == NULL) upipe_comm_abort(world_side(w, rank), why->text);
-    return s;
+    return w->body(w->user, rank, &w->why[rank - w->first]);
 }
 
-/* A process that fails breaks what others may wait in, with its sentence. */
+/* A process that fails breaks the world and its parts, with its sentence. */
 static inline upipe_status world_main_process(struct world *w)
 {
     upipe_status s = world_main(w, w->first);
@@ -431,9 +456,6 @@ static inline upipe_status world_main_process(struct world *w)
     else
         snprintf(text, sizeof text, "rank %d: %s%s", w->first, cli_status(s), why->text);
     upipe_comm_abort(w->all, text);
-    upipe_comm_abort(w->team, text);
-    upipe_comm_abort(w->ring, text);
-    upipe_comm_abort(w->side, text);
     snprintf(why->text, sizeof why->text, "%.*s", (int)sizeof why->text - 1, text);
     return s;
 }
@@ -457,7 +479,8 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
     }
     w->body = body;
     w->user = user;
-    s = w->all != NULL ? world_main_process(w) : grid_run(&w->threads, world_main, w, statuses);
+    s = w->all != NULL ? world_main_process(w)
+                       : upipe_threads_run(&w->threads.world, world_main, w, statuses, NULL);
     r = cli_reason(statuses, w->here, s);
     if (s != UPIPE_OK && w->all != NULL)
         cli_fail("%s%s", what, w->why[0].text);
@@ -518,7 +541,10 @@ static inline int world_end(struct world *w, int status)
         if (status != 0 && cli_holds) nanosleep(&nap, NULL);
         return status;
     }
-    if (!world_broken(w) && w->kind->end(w) == 0) return status;
+    if (!world_broken(w) && w->kind->end(w) == 0) {
+        free(w->hosts);
+        return status;
+    }
     /* Rank 0 has said why, and ends the job at once. If it cannot, the next one does. Launchers end processes with
      * SIGTERM, for which a program may have a better use while it is whole. */
     signal(SIGTERM, SIG_DFL);

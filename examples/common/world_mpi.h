@@ -109,7 +109,7 @@ static int world_mpi_end(struct world *w)
 {
     upipe_err e;
     int i, bad = 0;
-    for (i = 0; i < WORLD_COMMS && !bad; ++i)
+    for (i = WORLD_COMMS; i-- > 0 && !bad;) /* parts before their world */
         if (upipe_mpi_free(&world_mpi.end[i], &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
     if (bad) return -1; /* MPI_Finalize may wait for a rank that is dead */
     world_mpi_watch(w, "MPI_Finalize");

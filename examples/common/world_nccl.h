@@ -109,10 +109,10 @@ static int world_nccl_end(struct world *w)
     world_nccl *n = (world_nccl *)w->own;
     upipe_err e;
     int i, bad = 0;
-    for (i = 0; i < WORLD_NCCL_COMMS; ++i)
-        if (upipe_nccl_free(&n->end[i], &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
+    for (i = WORLD_NCCL_COMMS; i-- > 0;) /* parts before their world */
+        if (upipe_nccl_free(&n->end[i], &e) != UPIPE_OK && !bad) bad = cli_fail("%s", e.text);
     for (i = WORLD_NCCL_COMMS; i-- > 0;)
-        if (n->end[i].nccl != NULL && world_nccl_finalize(n->comm[i], w->deadline) != 0)
+        if (n->end[i].nccl != NULL && world_nccl_finalize(n->comm[i], w->deadline) != 0 && !bad)
             bad = cli_fail("NCCL does not end");
     free(n);
     w->own = NULL;
@@ -178,7 +178,7 @@ static void world_nccl_drop(struct world *w, const char *why)
     world_nccl *n = (world_nccl *)w->own;
     int i;
     for (i = 0; i < WORLD_NCCL_COMMS; ++i) upipe_comm_abort(&n->end[i].comm, why);
-    for (i = 0; i < WORLD_NCCL_COMMS; ++i) (void)upipe_nccl_free(&n->end[i], NULL);
+    for (i = WORLD_NCCL_COMMS; i-- > 0;) (void)upipe_nccl_free(&n->end[i], NULL);
     free(n);
     w->own = NULL;
 }

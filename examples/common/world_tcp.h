@@ -101,6 +101,13 @@ static inline int world_tcp_connect(struct world *w, int which, int first, int s
     return 0;
 }
 
+/* A sentence is out, or held, and is the only one. */
+static inline upipe_status world_tcp_reported(const struct world *w, upipe_err *e)
+{
+    cli_mute = !cli_holds;
+    return upipe_fail(e, UPIPE_ERR_TIMEOUT, "rank %d has no connections", w->first);
+}
+
 /* The same for a later communicator: the doors go through that of all. */
 static inline upipe_status world_tcp_make(struct world *w, int which, int first, int step, int n,
                                           upipe_err *e)
@@ -110,14 +117,12 @@ static inline upipe_status world_tcp_make(struct world *w, int which, int first,
     int64_t mine[NUMBERS];
     upipe_ctx c;
     memset(&c, 0, sizeof c);
-    if (world_tcp_listen(t) != 0) return upipe_fail(e, UPIPE_ERR_BACKEND, "%s", "no connections");
+    if (world_tcp_listen(t) != 0) return world_tcp_reported(w, e);
     memcpy(mine, &t->door, sizeof mine);
     if (upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS) != UPIPE_OK)
         return *e = c.err, e->status;
     memcpy(t->doors, w->all->gathered, (size_t)w->ranks * sizeof *t->doors);
-    if (world_tcp_connect(w, which, first, step, n) != 0)
-        return upipe_fail(e, UPIPE_ERR_TIMEOUT, "rank %d has no connections", w->first);
-    return UPIPE_OK;
+    return world_tcp_connect(w, which, first, step, n) != 0 ? world_tcp_reported(w, e) : UPIPE_OK;
 }
 
 static inline upipe_status world_tcp_split(struct world *w, upipe_err *e)
@@ -155,8 +160,8 @@ static inline int world_tcp_end(struct world *w)
     world_tcp *t = (world_tcp *)w->own;
     upipe_err e;
     int i, bad = 0;
-    for (i = 0; i < WORLD_TCP_COMMS; ++i)
-        if (upipe_tcp_free(&t->end[i], &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
+    for (i = WORLD_TCP_COMMS; i-- > 0;) /* parts before their world */
+        if (upipe_tcp_free(&t->end[i], &e) != UPIPE_OK && !bad) bad = cli_fail("%s", e.text);
     world_tcp_drop(w);
     return bad;
 }
@@ -174,40 +179,59 @@ static inline void world_tcp_stop(void)
     _exit(EXIT_RUN);
 }
 
-/* Every rank's door comes to rank 0, over the connections at which all have met, and from there to all. Returns the
- * rank whose connection does not serve, or -1. */
-static inline int world_tcp_all_gather(world_tcp *t, const launch *l, int *star, double until)
+/* Every rank's door comes to rank 0, over the connections at which all have met, and from there to all, unless a rank is
+ * missed. Returns that rank, or -1. lost: rank 0 misses that one already. */
+static inline int world_tcp_all_gather(world_tcp *t, const launch *l, int *star, int lost, double until)
 {
     const size_t all = (size_t)l->ranks * sizeof *t->doors;
+    int32_t missed = -1;
     int r;
     t->doors[l->rank] = t->door;
-    if (l->rank > 0 && rendezvous_move(star[0], &t->door, sizeof t->door, 1, until) != 0) return 0;
-    if (l->rank > 0) return rendezvous_move(star[0], t->doors, all, 0, until) != 0 ? 0 : -1;
+    if (l->rank > 0) {
+        if (rendezvous_move(star[0], &t->door, sizeof t->door, 1, until) != 0 ||
+            rendezvous_move(star[0], &missed, sizeof missed, 0, until) != 0 ||
+            (missed < 0 && rendezvous_move(star[0], t->doors, all, 0, until) != 0))
+            return 0;
+        return missed;
+    }
+    for (r = 1; r < l->ranks && lost < 0; ++r)
+        if (rendezvous_move(star[r], &t->doors[r], sizeof *t->doors, 0, until) != 0) lost = r;
+    missed = lost;
     for (r = 1; r < l->ranks; ++r)
-        if (rendezvous_move(star[r], &t->doors[r], sizeof *t->doors, 0, until) != 0) return r;
-    for (r = 1; r < l->ranks; ++r)
-        if (rendezvous_move(star[r], t->doors, all, 1, until) != 0) return r;
-    return -1;
+        if (star[r] >= 0 &&
+            (rendezvous_move(star[r], &missed, sizeof missed, 1, until) != 0 ||
+             (missed < 0 && rendezvous_move(star[r], t->doors, all, 1, until) != 0)) &&
+            lost < 0)
+            lost = r;
+    return lost;
 }
 
 /* This rank's door is where it has met the others. */
 static inline int world_tcp_meet(struct world *w, const launch *l, int *star, int node_ranks)
 {
     world_tcp *t = (world_tcp *)w->own;
-    const double until = cli_clock(NULL) + w->deadline;
     struct sockaddr_storage at;
     socklen_t size = sizeof at;
     char name[256] = "", byte = 0;
+    double until;
     int lost;
-    if (rendezvous_connect_all(l, -1, &byte, 1, w->deadline, star) != 0) return -1;
+    if (rendezvous_connect_all(l, -1, &byte, 1, w->deadline, star) != 0) { /* which has said who is missing */
+        for (lost = 1; l->rank == 0 && lost < l->ranks && star[lost] >= 0;) ++lost;
+        if (l->rank == 0 && lost < l->ranks) world_tcp_all_gather(t, l, star, lost, cli_clock(NULL) + 0.1);
+        return -1;
+    }
+    until = cli_clock(NULL) + w->deadline; /* rank 0's is over before */
     snprintf(t->door.host, sizeof t->door.host, "127.0.0.1");
     if (l->ranks > 1 && getsockname(star[l->rank == 0], (struct sockaddr *)&at, &size) == 0)
         rendezvous_where(t->door.host, sizeof t->door.host, (struct sockaddr *)&at, size);
     (void)gethostname(name, sizeof name - 1);
     t->door.node = node_ranks > 0 ? l->rank / node_ranks : (int64_t)upipe_hash_bytes(0, name, strlen(name));
     if (world_tcp_listen(t) != 0) return -1;
-    lost = world_tcp_all_gather(t, l, star, until);
+    lost = world_tcp_all_gather(t, l, star, -1, until);
     if (lost < 0) return 0;
+    if (l->rank > 0 && lost > 0)
+        return cli_fail("rank %d has met rank 0, and rank %d has not come to it within %g s", l->rank, lost,
+                        w->deadline);
     if (cli_clock(NULL) < until)
         return cli_fail("rank %d has met rank %d, and their connection has ended", l->rank, lost);
     return cli_fail("rank %d has met rank %d, and has no answer within %g s", l->rank, lost, w->deadline);

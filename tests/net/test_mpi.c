@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "../lib/grid.h"
+#include "../lib/lost.h"
 
 /* The block's runner, with this process as one rank where over_mpi, the world, is set. */
 static upipe_comm *over_mpi, *team_mpi, *ring_mpi;
@@ -811,6 +812,41 @@ static void test_ring(int dtype, int projected, upipe_ring_mode mode)
     part_end(k);
 }
 
+/* ---- parts of a world: the first four ranks ---- */
+
+static void test_lost(int victim, int in_side)
+{
+    const upipe_ops ops = {0};
+    upipe_mpi end[4]; /* world, team, ring, side */
+    MPI_Comm mpi[4];
+    upipe_err e;
+    int rank;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_split(MPI_COMM_WORLD, rank < 4 ? 0 : MPI_UNDEFINED, rank, &mpi[0]);
+    if (rank >= 4) return;
+    MPI_Comm_split(mpi[0], rank / 2, rank, &mpi[1]);
+    MPI_Comm_split(mpi[0], rank % 2, rank, &mpi[2]);
+    MPI_Comm_dup(mpi[0], &mpi[3]);
+    for (int i = 0; i < 4; ++i) {
+        MPI_Comm_set_errhandler(mpi[i], MPI_ERRORS_RETURN);
+        CHECK_STATUS(upipe_mpi_init(&end[i], mpi[i], 0, 20, &e), UPIPE_OK, e);
+    }
+    const lost_rank k = {.world = &end[0].comm,
+                         .team = &end[1].comm,
+                         .ring = &end[2].comm,
+                         .side = &end[3].comm,
+                         .ops = &ops,
+                         .rank = rank,
+                         .victim = victim,
+                         .in_side = in_side};
+    lost_parts(&k);
+    lost_run(&k);
+    for (int i = 4; i-- > 0;) {
+        CHECK_STATUS(upipe_mpi_free(&end[i], &e), UPIPE_OK, e);
+        MPI_Comm_free(&mpi[i]);
+    }
+}
+
 /* ---- ranks that die ---- */
 
 static void die(int signal)
@@ -939,6 +975,8 @@ int main(int argc, char **argv)
         for (i = 0; i < 2; ++i) test_late_free(i * (ranks - 1));
         test_early_free(ranks - 1);
     }
+    if (ranks >= 4)
+        for (i = 0; i < 2; ++i) test_lost(3 * i, i);
     if (ranks == 2 || ranks == 4)
         for (i = 0; i < 8; ++i) TEST(test_layer(i & 1, i >> 1 & 1, i >> 2));
     if (ranks == 4)

@@ -65,7 +65,7 @@ def free_ports(n):
     return ports
 
 
-PORTS = free_ports(64)
+PORTS = free_ports(192)
 
 
 def free_port():
@@ -151,7 +151,7 @@ def test_file():
             check(not os.listdir(folder), f'{os.listdir(folder)} is left')
         began = time.monotonic()
         (_, zero), (_, one) = meet(path, (0, 1), seconds=1)  # rank 1 takes the data, rank 2 does not come
-        ends(zero, 1, 'rank 0 without rank 2', f'2 of 3 ranks have come to {path} within 1 s')
+        ends(zero, 1, 'rank 0 without rank 2', f'2 of 3 ranks have come to {path} within 1 s; missing: rank 2')
         ends(one, 0, 'rank 1 does not meet rank 0')
         check({'meet', 'meet.1'} == set(os.listdir(folder)), f'the run that failed leaves {os.listdir(folder)}')
         lone = meet(path, (2,), seconds=0.5)[0][1]
@@ -397,7 +397,8 @@ def test_secrets():
         for ways, (zero, one) in tries:
             words = 'does not prove the secret' if ways[0] else 'has a secret that rank 0 has not'
             ends(zero, 1, f'secrets {ways}, rank 0', '1 of 2 ranks', f'rank 1 of 2 comes to a rank 0 of 2, and {words}')
-            ends(one, 1, f'secrets {ways}, rank 1', 'has it the same secret?')
+            said = ends(one, 1, f'secrets {ways}, rank 1', "rank 0 does not answer this rank's hello")
+            check((': has it the same secret?' in said) == bool(ways[1]), f'secrets {ways}, rank 1: {said}')
 
 
 def test_bad_secrets():

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "../lib/grid.h"
+#include "../lib/lost.h"
 
 /* The block's runner, over these where they are set: [rank of the world]. */
 static upipe_tcp *world_tcp, *team_tcp, *ring_tcp;
@@ -522,6 +523,32 @@ static upipe_status end_body(void *user, int r)
     return UPIPE_OK;
 }
 
+/* The victim tells rank 1 alone that it fails. Rank 1 frees its team or loses its connections, and rank 2 hears why. */
+static upipe_status passed_on_body(void *user, int r)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[r];
+    upi_header notice;
+    line_up(k, r, 20);
+    if (r == k->victim) {
+        upi_first_report(&notice, UPIPE_ERR_BACKEND, k->team[r].met, "the device is lost");
+        CHECK_INT(upi_tcp_send_header(&k->team[r], 1, &notice), 0);
+    }
+    if (r == 1) {
+        CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err, "the device is lost");
+        c->team->deadline = 0.01;
+        if (k->what == 0) CHECK_INT(upipe_tcp_free(&k->team[r], NULL), UPIPE_ERR_BACKEND);
+        for (int p = 0; k->what == 1 && p < k->ranks; ++p)
+            if (p != r) shutdown(k->mesh.fds[r][0][p], SHUT_RDWR);
+    }
+    pthread_barrier_wait(&k->door);
+    if (r == 2) CHECK_REFUSED(one_call(k, r, AT_TRANSFER), UPIPE_ERR_ABORTED, c->err, "the device is lost");
+    pthread_barrier_wait(&k->door);
+    k->team[r].comm.deadline = 0.2;
+    (void)upipe_tcp_free(&k->team[r], NULL);
+    return UPIPE_OK;
+}
+
 /* The victim frees its team after the others have given it up. */
 static upipe_status late_free_body(void *user, int r)
 {
@@ -703,6 +730,48 @@ static void test_block(int dtype, int rings)
 }
 #undef SAME
 
+/* ---- parts of a world ---- */
+
+static struct {
+    upipe_tcp end[4][4]; /* world, team, ring, side; of each rank */
+    int victim, in_side;
+} lost;
+
+static upipe_status lost_body(void *user, int r)
+{
+    const upipe_ops ops = {0};
+    const lost_rank k = {.world = &lost.end[0][r].comm,
+                         .team = &lost.end[1][r].comm,
+                         .ring = &lost.end[2][r].comm,
+                         .side = &lost.end[3][r].comm,
+                         .ops = &ops,
+                         .rank = r,
+                         .victim = lost.victim,
+                         .in_side = lost.in_side};
+    (void)user;
+    lost_parts(&k);
+    lost_run(&k);
+    for (int i = 4; i-- > 0;) CHECK_INT(upipe_tcp_free(&lost.end[i][r], NULL), UPIPE_OK);
+    return UPIPE_OK;
+}
+
+static void test_lost(int victim, int in_side)
+{
+    mesh meshes[6];
+    upipe_threads threads;
+    upipe_err e;
+    lost.victim = victim;
+    lost.in_side = in_side;
+    teams_open(meshes, lost.end[0], 4, 1, 0);
+    teams_open(meshes + 1, lost.end[1], 2, 2, 0);
+    teams_open(meshes + 3, lost.end[2], 2, 2, 1);
+    teams_open(meshes + 5, lost.end[3], 4, 1, 0);
+    CHECK_STATUS(upipe_threads_init(&threads, 4, 0, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_run(&threads, lost_body, NULL, NULL, &e), UPIPE_OK, e);
+    upipe_threads_free(&threads);
+    for (int i = 0; i < 6; ++i) mesh_close(&meshes[i]);
+}
+
 int main(void)
 {
     int i;
@@ -721,6 +790,8 @@ int main(void)
     for (i = 0; i < 2; ++i) crew_run(3, i, 20, other_thread_body, i, 0);
     for (i = 0; i < ENDS; ++i) crew_run(3, i % 2, 20, end_body, i % 3, i);
     crew_run(3, 0, 20, late_free_body, 1, 0);
+    for (i = 0; i < 2; ++i) crew_run(3, i, 20, passed_on_body, 0, i);
+    for (i = 0; i < 2; ++i) test_lost(3 * i, i);
     for (i = 0; i < 2; ++i) TEST(test_block(i, 1));
     for (i = 0; i < 2; ++i) TEST(test_block(i, 2));
     return test_end("tcp");

@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """test_world_tcp.py TRAIN LOGITS COMPARE -- programs whose ranks are processes over TCP, started as torchrun does: the threads'
-losses, checkpoints and logits bit for bit, and what is left when a rank dies or stops
+losses, checkpoints and logits bit for bit, what is left when a rank dies or stops, and what the others say then
+
+Each rank is lost with each method: the sentence of each other one has its number, and no other rank is blamed.
 """
 
+import concurrent.futures
 import os
 import random
 import re
@@ -15,7 +18,7 @@ import time
 from test_rendezvous import CLEAN, SECRET, free_port
 from run_mpi import alive, newest, own
 from checks import check, end, load, needed, read, run_command, tree, wait_for, write
-from programs import npy
+from programs import METHODS, npy
 
 TRAIN, LOGITS, COMPARE = (os.path.abspath(path) for path in sys.argv[1:4])
 FULL = bool(os.environ.get('UPIPE_FULL'))
@@ -24,6 +27,9 @@ CASES = [('upipe', ['--chunk', '4'], 4), ('usp', ['--zero', '3', '--zero-prefetc
 MORE = [('upipe-fpdt', ['--segments', '2', '--replicas', '2'], 4), ('upipe-ring', ['--ring', '2'], 8), ('ulysses', [], 1)]
 SAME = ('loss', 'grad_norm', 'peak_bytes', 'plan_bytes', 'slab_bytes', 'plan_sent_bytes', 'sent_bytes_per_step', 'memory')
 DEADLINE = 2
+# what a rank is lost to, with 4 ranks
+WAYS = [('--method', name) for name in METHODS] + [('--replicas', '2'), ('--replicas', '2', '--node-ranks', '2', '--zero', '3'),
+                                                   ('--method', 'usp', '--zero', '3', '--zero-prefetch')]
 STEADY = '--warmup 0 --lr 1e-3 --min-lr 1e-3'.split()  # a rate that does not depend on the number of steps
 
 
@@ -99,6 +105,13 @@ def test_voice(folder):
             (lambda r: {'WORLD_SIZE': '3'}, [], '2 of 3 ranks have come')):
         statuses, said = run(2, *flags, *words, more=more)
         check(all(statuses) and sentence in said[0] and 'tokens/s' not in ''.join(said), f'{sentence}: {statuses}: {said}')
+    # a rank that does not come: rank 0 knows which, and tells the others
+    for names, sentence in ((lambda r: {'WORLD_SIZE': '4', 'RANK': str(r + r // 2)}, 'missing: rank 2'),
+                            (lambda r: {'WORLD_SIZE': '5', 'RANK': str(r)}, 'missing: ranks 3, 4')):
+        statuses, said = run(3, *flags, more=names)
+        lost = re.search(r'\d', sentence).group()
+        check(all(statuses) and sentence in said[0] and all(f'rank {lost} has not come' in one for one in said[1:]) and
+              all(len(own('train', one)) == 1 and 'secret' not in one for one in said), f'{sentence}: {statuses}: {said}')
 
 
 def test_loss(folder, number, what, draw):
@@ -126,6 +139,33 @@ def test_loss(folder, number, what, draw):
     check(done.returncode == 0, f'{name}: what is left at step {step} does not go on: {done.stderr}')
 
 
+def lose(way, victim, what):
+    """What is wrong where a rank is lost in a training; None: all is well."""
+    job = Ranks(4, [TRAIN, '--transport', 'tcp', '--layers', 1, *MODEL[2:], *way, '--sample', 0, '--steps', 100000, '--deadline', DEADLINE,
+                    '--progress'])
+    wait_for(lambda: re.search(r'^step \d+/', job.text(0), re.M) or any(p.poll() is not None for p in job.all), 60)
+    job.all[victim].send_signal(what)
+    wait_for(lambda: not any(alive(p.pid) for r, p in enumerate(job.all) if r != victim), 60)
+    job.all[victim].kill()
+    statuses = [p.wait() for p in job.all]
+    said = [own('train', job.text(r)) for r in range(4) if r != victim]
+    blamed = [re.findall(r'(?:for|connection to) ranks? ([\d, ]+)', ' '.join(one)) for one in said]
+    if all(statuses) and all(len(one) == 1 for one in said) and all([name.strip() for name in one] == [str(victim)] for one in blamed):
+        return None
+    return f'{way} without rank {victim}, {signal.Signals(what).name}: {statuses}: {said}'
+
+
+def test_lost():
+    """Several trainings side by side, as ranks mostly wait."""
+    kinds = (signal.SIGKILL, signal.SIGSTOP)
+    cases = [(way, victim, what) for n, way in enumerate(WAYS) for victim in range(4)
+             for what in (kinds if FULL else kinds[(n + victim) % 2:][:1])]
+    with concurrent.futures.ThreadPoolExecutor(8) as side_by_side:
+        for wrong in side_by_side.map(lambda case: lose(*case), cases):
+            check(wrong is None, wrong)
+    print(f'reached: {len(cases)} ranks lost, and named by the others')
+
+
 def main():
     draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
     with tempfile.TemporaryDirectory() as folder:
@@ -133,6 +173,7 @@ def main():
             test_same(folder, *case)
         test_programs(folder)
         test_voice(folder)
+        test_lost()
         for number in range(10 if FULL else 2):
             test_loss(folder, number, (signal.SIGKILL, signal.SIGSTOP)[number % 2], draw)
     return end('world_tcp')

@@ -12,6 +12,8 @@ enum {
     UPI_HEADER_SHOWN = UPIPE_ALL_GATHER_MAX / 4, /* messages, each way, whose shape a header spells out */
     UPI_HEADER_FAILURE = UPI_TEAM_KINDS,
     UPI_HEADER_GOODBYE,
+    UPI_HEADER_QUESTION, /* for whom does the receiver wait? */
+    UPI_HEADER_ANSWER,
     UPI_FIRST_BREAKS = 1,
     UPI_FIRST_BROKEN = 2
 };
@@ -27,11 +29,12 @@ typedef struct upi_volume {
 /* The same bytes on all machines of the team: one architecture. */
 typedef struct upi_header {
     uint64_t magic;
-    int64_t call;         /* number, from 1; of a failure the last call that every rank had come to */
-    int64_t fragment;     /* bytes of one message of the transport at most, where it splits them */
-    int32_t kind, n;      /* UPI_TEAM_..., UPI_HEADER_...; n: numbers of an all-gather, status of a failure */
+    int64_t call;     /* number, from 1, or that of a question; of a failure the last to which all had come */
+    int64_t fragment; /* bytes of one message of the transport at most, where it splits them */
+    int32_t kind, n;  /* UPI_TEAM_..., UPI_HEADER_...; n: of the values; of a failure its status */
     upi_volume volume[2]; /* of a transfer: UPIPE_MSG_SEND and UPIPE_MSG_RECV of the header's sender */
-    /* An all-gather's numbers; of a transfer [way][UPI_HEADER_SHOWN][bytes, count]; a failure's sentence. */
+    /* An all-gather's numbers; of a transfer [way][UPI_HEADER_SHOWN][bytes, count]; a failure's sentence; an answer's
+     * ranks, the first ones. */
     int64_t values[UPIPE_ALL_GATHER_MAX];
 } upi_header;
 
@@ -85,7 +88,8 @@ UPIPE_API upipe_status upi_header_fit_way(upipe_err *e, upipe_comm *comm, const 
         e, comm, UPIPE_ERR_MISMATCH,
         "rank %d sends %lld messages of %lld bytes in all to rank %d, which receives %lld in "
         "other blocks",
-        from, (long long)out->messages, (long long)out->bytes, to, (long long)in->bytes);
+        upipe_comm_called(comm, from), (long long)out->messages, (long long)out->bytes,
+        upipe_comm_called(comm, to), (long long)in->bytes);
 }
 
 /* Compares this rank's header of a call with that of rank p. */
@@ -96,7 +100,8 @@ UPIPE_API upipe_status upi_header_fit(upipe_err *e, upipe_comm *comm, const upi_
     if (mine->fragment != theirs->fragment)
         return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
                                "rank %d sends at most %lld bytes in an MPI message and rank %d at most %lld",
-                               comm->rank, (long long)mine->fragment, p, (long long)theirs->fragment);
+                               upipe_comm_called(comm, comm->rank), (long long)mine->fragment,
+                               upipe_comm_called(comm, p), (long long)theirs->fragment);
     if (mine->kind != UPI_TEAM_TRANSFER) return UPIPE_OK;
     UPIPE_TRY(upi_header_fit_way(e, comm, theirs, p, mine, comm->rank));
     return upi_header_fit_way(e, comm, mine, comm->rank, theirs, p);
@@ -148,12 +153,98 @@ UPIPE_API void upi_first_report(upi_header *notice, upipe_status s, int64_t met,
     snprintf((char *)notice->values, sizeof notice->values, "%s", why);
 }
 
-/* Such a header has come. */
-UPIPE_API void upi_first_hear(upi_first *first, const upi_header *notice)
+/* What such a header says. */
+UPIPE_API upipe_err upi_first_heard(const upi_header *notice)
 {
-    char why[sizeof first->err.text];
-    snprintf(why, sizeof why, "%.*s", (int)sizeof why - 1, (const char *)notice->values);
-    upi_first_break(first, notice->n > 0 ? (upipe_status)notice->n : UPIPE_ERR_ABORTED, notice->call, why);
+    upipe_err e;
+    e.status = notice->n > 0 ? (upipe_status)notice->n : UPIPE_ERR_ABORTED;
+    snprintf(e.text, sizeof e.text, "%.*s", (int)sizeof e.text - 1, (const char *)notice->values);
+    return e;
+}
+
+/* ---- who waits for whom ----
+ *
+ * A rank whose deadline is near asks all ranks of its world. Those that wait in a call of any of their communicators
+ * answer for whom. One that does not answer is the one to be named. */
+
+/* The last of a deadline, in ns: for the answers. */
+UPIPE_API int64_t upi_watch_grace(double deadline)
+{
+    return (int64_t)((deadline > 0.2 ? 0.1 : deadline > 0 ? deadline / 2 : 0) * 1e9);
+}
+
+/* Of a world; other ends use that of theirs. */
+typedef struct upi_watch {
+    int ranks;
+    int64_t questions;   /* of this rank, so far */
+    int64_t since;       /* of upi_watch_waits: answers to this one and later ones count */
+    int64_t *asked;      /* [ranks]: the number of a rank's question that has no answer yet, or 0 */
+    upi_header *answers; /* [ranks]: the last ones; `call` is the question's number */
+    char *marks;         /* [ranks]: of upi_team_blame */
+} upi_watch;
+
+/* One thread at a time reads what comes to an end, and its state: that of its call, or one that waits in another end of
+ * this rank. */
+UPIPE_API int upi_watch_try(int *busy)
+{
+    int idle = 0;
+    return __atomic_compare_exchange_n(busy, &idle, 1, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+}
+
+UPIPE_API void upi_watch_lock(int *busy)
+{
+    while (!upi_watch_try(busy)) sched_yield();
+}
+
+UPIPE_API void upi_watch_unlock(int *busy)
+{
+    __atomic_store_n(busy, 0, __ATOMIC_RELEASE);
+}
+
+UPIPE_API upi_header upi_watch_question(upi_watch *w)
+{
+    upi_header h;
+    memset(&h, 0, sizeof h);
+    h.magic = UPI_HEADER_MAGIC;
+    h.kind = UPI_HEADER_QUESTION;
+    h.call = ++w->questions;
+    return h;
+}
+
+/* A question or an answer has come from rank p. */
+UPIPE_API void upi_watch_hear(upi_watch *w, int p, const upi_header *h)
+{
+    if (h->kind == UPI_HEADER_QUESTION)
+        w->asked[p] = h->call;
+    else
+        w->answers[p] = *h;
+}
+
+/* The answer to rank p, by the marks of those for whom this rank waits; 0: it does not wait. */
+UPIPE_API int upi_watch_answer(upi_watch *w, int p, upi_header *h)
+{
+    int r;
+    memset(h, 0, sizeof *h);
+    h->magic = UPI_HEADER_MAGIC;
+    h->kind = UPI_HEADER_ANSWER;
+    h->call = w->asked[p];
+    for (r = 0; r < w->ranks && h->n < UPIPE_ALL_GATHER_MAX; ++r)
+        if (w->marks[r] == UPI_TEAM_MISSED) h->values[h->n++] = r;
+    if (h->n > 0) w->asked[p] = 0;
+    return h->n > 0;
+}
+
+/* upi_team_waits: those that the rank's answer names. */
+UPIPE_API int upi_watch_waits(void *user, int rank, char *marks)
+{
+    const upi_watch *w = (const upi_watch *)user;
+    const upi_header *h = &w->answers[rank];
+    int i;
+    if (h->call < w->since) return 0;
+    for (i = 0; i < h->n && i < UPIPE_ALL_GATHER_MAX; ++i)
+        if (h->values[i] >= 0 && h->values[i] < w->ranks && marks[h->values[i]] == UPI_TEAM_APART)
+            marks[h->values[i]] = UPI_TEAM_MISSED;
+    return 1;
 }
 
 #endif

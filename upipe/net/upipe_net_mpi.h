@@ -25,7 +25,9 @@
  * With MPI_THREAD_MULTIPLE each communicator may have a thread, and any thread may call upipe_comm_abort.
  *
  * Failures. The rank that detects one informs the others by a header, and returns its status: TIMEOUT,
- * MISMATCH, BACKEND (with MPI's own text). The others return ABORTED with its sentence, but a MISMATCH once.
+ * MISMATCH, BACKEND (with MPI's own text). The others pass it on, and return ABORTED with its sentence, but a MISMATCH
+ * once. It breaks all parts of the world (upipe_comm_part), and the sentence of TIMEOUT names the rank for which the
+ * others wait in the end, as in upipe_net_tcp.h.
  * A failed transfer goes on between ranks whose headers match until nothing is in flight, for at most the
  * deadline or half a second; receives that are left are cancelled; and if MPI may still access a buffer,
  * comm->quarantine is set. Afterwards only upipe_mpi_free is legal.
@@ -55,7 +57,8 @@ enum {
     UPI_MPI_NAP = 50000,          /* ns */
     UPI_MPI_HEADERS = 0,          /* the team's tags, from its base */
     UPI_MPI_DATA = 1,
-    UPI_MPI_LEFT = (1 << UPIPE_MPI_TAGS) - 1
+    UPI_MPI_LEFT = (1 << UPIPE_MPI_TAGS) - 1,
+    UPI_MPI_OTHERS = 1 + UPIPE_MPI_TAGS + 2 /* requests of a rank beside those of calls */
 };
 
 /* One way of one peer: what is to be posted next, and the fragments in flight. */
@@ -89,13 +92,18 @@ typedef struct upipe_mpi {
     upi_header *out;       /* [ranks]: this call's headers */
     upi_header *in;        /* [2][ranks]: those of call s at [s & 1], as peers may be one call ahead */
     MPI_Request *requests; /* [2][ranks][UPI_MPI_WINDOW] data, then [ranks] headers */
-    MPI_Request *notices;  /* [ranks] sends of `notice`, then [UPIPE_MPI_TAGS][ranks] goodbyes */
-    MPI_Status *statuses;  /* [requests_n] */
-    int *done;             /* [requests_n] */
+    /* [ranks] sends of `notice`, [UPIPE_MPI_TAGS][ranks] goodbyes, [2][ranks] questions and answers */
+    MPI_Request *notices;
+    upi_header *words;    /* [2][ranks]: questions and answers that are on their way */
+    MPI_Status *statuses; /* [requests_n] */
+    int *done;            /* [requests_n] */
     int requests_n;
     upi_header notice; /* of the failure */
     upi_first first;   /* the failure */
     upipe_status owed; /* found by start, returned by wait */
+    int busy;  /* upi_watch_try; who makes MPI calls for this end, or looks for whom its call waits, has it */
+    int waits; /* in a call that waits */
+    upi_watch watch; /* of a world */
     void *buf;
 } upipe_mpi;
 
@@ -117,21 +125,37 @@ UPIPE_API const upipe_err *upi_mpi_failure(const upipe_comm *comm)
     return upi_first_is_broken(&m->first) ? &m->first.err : NULL;
 }
 
-/* A rank that the header of the failure cannot be sent to reaches its own deadline. */
-UPIPE_API int upi_mpi_fail(upipe_comm *comm, upipe_status s, const char *why)
+UPIPE_API upipe_mpi *upi_mpi_world(const upipe_mpi *m)
 {
-    upipe_mpi *m = (upipe_mpi *)comm->impl;
-    const int64_t met = __atomic_load_n(&m->met, __ATOMIC_RELAXED);
+    return (upipe_mpi *)upipe_comm_world(&m->comm)->impl;
+}
+
+/* Breaks this end, where ranks had come to call `met`, and all of this rank's others. What a rank has heard it passes on:
+ * who hears that it has left must know why. One that the header cannot be sent to reaches its own deadline. */
+UPIPE_API int upi_mpi_break(upipe_mpi *m, upipe_status s, int64_t met, const char *why)
+{
+    const int ranks = m->comm.ranks;
+    upipe_comm *part;
     int k;
     if (!upi_first_break(&m->first, s, met, why)) return 0;
     upi_first_report(&m->notice, s, met, why);
-    for (k = 1; k < comm->ranks; ++k) {
-        int p = (comm->rank + k) % comm->ranks;
+    for (k = 1; k < ranks; ++k) {
+        int p = (m->comm.rank + k) % ranks;
         if (MPI_Isend(&m->notice, (int)sizeof m->notice, MPI_BYTE, p, m->tag, m->mpi, &m->notices[p]) !=
             MPI_SUCCESS)
             m->notices[p] = MPI_REQUEST_NULL;
     }
+    for (part = upipe_comm_world(&m->comm); part != NULL; part = part->part) {
+        upipe_mpi *other = (upipe_mpi *)part->impl;
+        upi_mpi_break(other, s, __atomic_load_n(&other->met, __ATOMIC_RELAXED), why);
+    }
     return 1;
+}
+
+UPIPE_API int upi_mpi_fail(upipe_comm *comm, upipe_status s, const char *why)
+{
+    upipe_mpi *m = (upipe_mpi *)comm->impl;
+    return upi_mpi_break(m, s, __atomic_load_n(&m->met, __ATOMIC_RELAXED), why);
 }
 
 UPIPE_API upipe_status upi_mpi_checked(upipe_ctx *c, upipe_mpi *m, int code, const char *what)
@@ -139,16 +163,16 @@ UPIPE_API upipe_status upi_mpi_checked(upipe_ctx *c, upipe_mpi *m, int code, con
     upipe_err e;
     if (code == MPI_SUCCESS) return UPIPE_OK;
     upi_mpi_check(&e, code, what);
-    return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_BACKEND, "rank %d: %s", m->comm.rank, e.text);
+    return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_BACKEND, "rank %d: %s",
+                           upipe_comm_called(&m->comm, m->comm.rank), e.text);
 }
 
 #define UPI_MPI(c, m, call) UPIPE_TRY(upi_mpi_checked((c), (m), (call), #call))
 
 /* ---- headers ---- */
 
-/* Begins a call: sends a header to every peer. */
-UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const upipe_msg *list,
-                                     const int64_t *values, int n)
+UPIPE_API upipe_status upi_mpi_send_headers(upipe_ctx *c, upipe_mpi *m, int kind, const upipe_msg *list,
+                                            const int64_t *values, int n)
 {
     int ranks = m->comm.ranks, k, p;
     ++m->call;
@@ -170,20 +194,38 @@ UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const
     return UPIPE_OK;
 }
 
+/* Begins a call: sends a header to every peer. */
+UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const upipe_msg *list,
+                                     const int64_t *values, int n)
+{
+    upipe_status s;
+    upi_watch_lock(&m->busy);
+    s = upi_mpi_send_headers(c, m, kind, list, values, n);
+    upi_watch_unlock(&m->busy);
+    return s;
+}
+
 /* Stores a header from rank p. */
 UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const upi_header *header)
 {
     if (header->magic != UPI_HEADER_MAGIC)
-        return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                               "rank %d sends rank %d something else with tag %d", p, m->comm.rank, m->tag);
+        return upipe_comm_fail(
+            &c->err, &m->comm, UPIPE_ERR_MISMATCH, "rank %d sends rank %d something else with tag %d",
+            upipe_comm_called(&m->comm, p), upipe_comm_called(&m->comm, m->comm.rank), m->tag);
+    if (header->kind == UPI_HEADER_QUESTION || header->kind == UPI_HEADER_ANSWER) {
+        upi_watch_hear(&m->watch, p, header);
+        return UPIPE_OK;
+    }
     if (header->kind == UPI_HEADER_FAILURE) {
-        upi_first_hear(&m->first, header);
-        return UPIPE_OK; /* p has informed the others too */
+        const upipe_err heard = upi_first_heard(header);
+        upi_mpi_break(m, heard.status, header->call, heard.text);
+        return UPIPE_OK;
     }
     if (header->call != m->peer[p].come + 1 || header->call > m->call + 1)
         return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                               "rank %d sends call %lld where rank %d expects %lld", p,
-                               (long long)header->call, m->comm.rank, (long long)m->peer[p].come + 1);
+                               "rank %d sends call %lld where rank %d expects %lld",
+                               upipe_comm_called(&m->comm, p), (long long)header->call,
+                               upipe_comm_called(&m->comm, m->comm.rank), (long long)m->peer[p].come + 1);
     m->in[(header->call & 1) * m->comm.ranks + p] = *header;
     m->peer[p].come = header->call;
     return UPIPE_OK;
@@ -202,7 +244,8 @@ UPIPE_API upipe_status upi_mpi_poll(upipe_ctx *c, upipe_mpi *m, int *news)
         if (bytes != 0 && bytes != (int)sizeof header)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                    "rank %d sends rank %d %d bytes with tag %d, where a header has %zu",
-                                   status.MPI_SOURCE, m->comm.rank, bytes, m->tag, sizeof header);
+                                   upipe_comm_called(&m->comm, status.MPI_SOURCE),
+                                   upipe_comm_called(&m->comm, m->comm.rank), bytes, m->tag, sizeof header);
         UPI_MPI(c, m,
                 MPI_Recv(&header, (int)sizeof header, MPI_BYTE, status.MPI_SOURCE, m->tag, m->mpi, &status));
         if (bytes == 0)
@@ -318,8 +361,9 @@ UPIPE_API upipe_status upi_mpi_complete(upipe_ctx *c, upipe_mpi *m, int i, MPI_S
     if (way == UPIPE_MSG_SEND) return UPIPE_OK;
     if ((size_t)bytes != f->bytes[slot])
         return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                               "rank %d sends an MPI message of %d bytes to rank %d, not %zu", peer, bytes,
-                               m->comm.rank, f->bytes[slot]);
+                               "rank %d sends an MPI message of %d bytes to rank %d, not %zu",
+                               upipe_comm_called(&m->comm, peer), bytes,
+                               upipe_comm_called(&m->comm, m->comm.rank), f->bytes[slot]);
     m->comm.moved_bytes += bytes;
     return UPIPE_OK;
 }
@@ -354,6 +398,7 @@ UPIPE_API upipe_status upi_mpi_advance(upipe_ctx *c, upipe_mpi *m, int *news, in
 UPIPE_API upipe_status upi_mpi_progress(upipe_ctx *c, upipe_mpi *m, int *news, int *missing, int *left)
 {
     int p, i, data = 2 * m->comm.ranks * UPI_MPI_WINDOW;
+    char text[UPI_TEAM_NAMES];
     UPIPE_TRY(upi_mpi_poll(c, m, news));
     *missing = 0;
     for (p = 0; p < m->comm.ranks; ++p) {
@@ -361,8 +406,9 @@ UPIPE_API upipe_status upi_mpi_progress(upipe_ctx *c, upipe_mpi *m, int *news, i
         if (p == m->comm.rank || peer->open) continue;
         if (peer->come < m->call && peer->left)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                                   "rank %d is in %s and rank %d has freed its team", m->comm.rank,
-                                   upi_team_kind(m->kind), p);
+                                   "rank %d is in %s and %s has freed its team",
+                                   upipe_comm_called(&m->comm, m->comm.rank), upi_team_kind(m->kind),
+                                   upi_team_rank(&m->comm, p, text));
         if (peer->come < m->call) {
             ++*missing;
             continue;
@@ -376,24 +422,110 @@ UPIPE_API upipe_status upi_mpi_progress(upipe_ctx *c, upipe_mpi *m, int *news, i
     return UPIPE_OK;
 }
 
-/* The deadline has passed: names the ranks that have not come, or else those whose data are in flight. */
-UPIPE_API upipe_status upi_mpi_late(upipe_ctx *c, upipe_mpi *m, int missing)
+/* Marks for whom the call waits: ranks that have not come, or else those whose data are in flight. Returns whether there
+ * are ranks that have not come. */
+UPIPE_API int upi_mpi_mark(const upipe_mpi *m, char *marks)
 {
-    upi_team_names names = {"", 0, 0};
-    int p;
+    int p, missing = 0;
+    for (p = 0; p < m->comm.ranks; ++p) missing |= p != m->comm.rank && m->peer[p].come < m->call;
     for (p = 0; p < m->comm.ranks; ++p) {
         const upi_mpi_peer *peer = &m->peer[p];
-        int late = missing > 0 ? peer->come < m->call
-                               : peer->flow[0].in_flight > 0 || peer->flow[1].in_flight > 0 ||
-                                     m->requests[2 * m->comm.ranks * UPI_MPI_WINDOW + p] != MPI_REQUEST_NULL;
-        if (p != m->comm.rank && late) upi_team_name(&names, p);
+        const int late = missing
+                             ? peer->come < m->call
+                             : peer->flow[0].in_flight > 0 || peer->flow[1].in_flight > 0 ||
+                                   m->requests[2 * m->comm.ranks * UPI_MPI_WINDOW + p] != MPI_REQUEST_NULL;
+        if (p != m->comm.rank && late) marks[upipe_comm_called(&m->comm, p)] = UPI_TEAM_MISSED;
     }
-    return upi_team_late_for(&c->err, &m->comm, m->kind, &names, missing > 0 ? "come" : "finish");
+    return missing;
 }
 
-UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
+/* Sends a rank of the world a question (0) or an answer (1), unless the last one is still on its way. */
+UPIPE_API void upi_mpi_send_word(upipe_mpi *world, int which, int p, const upi_header *header)
 {
-    int64_t until = upi_net_until(m->comm.deadline);
+    const int at = which * world->comm.ranks + p;
+    MPI_Request *request = &world->notices[(1 + UPIPE_MPI_TAGS) * world->comm.ranks + at];
+    int done = 0;
+    if (*request != MPI_REQUEST_NULL) (void)MPI_Test(request, &done, MPI_STATUS_IGNORE);
+    if (*request != MPI_REQUEST_NULL) return;
+    world->words[at] = *header;
+    if (MPI_Isend(&world->words[at], (int)sizeof *header, MPI_BYTE, p, world->tag, world->mpi, request) !=
+        MPI_SUCCESS)
+        *request = MPI_REQUEST_NULL;
+}
+
+/* Answers those that have asked, from a call that waits: m and its world are this thread's. */
+UPIPE_API void upi_mpi_answer(upipe_mpi *m, upipe_mpi *world)
+{
+    upi_watch *w = &world->watch;
+    upipe_comm *part;
+    upi_header answer;
+    int p = 0;
+    while (p < w->ranks && w->asked[p] == 0) ++p;
+    if (p == w->ranks) return;
+    memset(w->marks, 0, (size_t)w->ranks);
+    for (part = &world->comm; part != NULL; part = part->part) {
+        upipe_mpi *other = (upipe_mpi *)part->impl;
+        const int held = other == m || other == world;
+        if (!held && !upi_watch_try(&other->busy)) continue;
+        if (other->waits) (void)upi_mpi_mark(other, w->marks);
+        if (!held) upi_watch_unlock(&other->busy);
+    }
+    for (; p < w->ranks; ++p)
+        if (w->asked[p] != 0 && upi_watch_answer(w, p, &answer)) upi_mpi_send_word(world, 1, p, &answer);
+}
+
+/* Between two tests: hears the world, and lets the rank's other threads have this end. */
+UPIPE_API void upi_mpi_rest(upipe_ctx *c, upipe_mpi *m, int *idle)
+{
+    upipe_mpi *world = upi_mpi_world(m);
+    int news = 0;
+    if (world == m) {
+        upi_mpi_answer(m, world);
+    } else if (upi_watch_try(&world->busy)) {
+        (void)upi_mpi_poll(c, world, &news);
+        upi_mpi_answer(m, world);
+        upi_watch_unlock(&world->busy);
+    }
+    upi_watch_unlock(&m->busy);
+    upi_net_rest(idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
+    upi_watch_lock(&m->busy);
+}
+
+/* Asks the ranks of the world for whom they wait; returns the question's number. */
+UPIPE_API int64_t upi_mpi_ask(upipe_mpi *m)
+{
+    upipe_mpi *world = upi_mpi_world(m);
+    upi_header question;
+    int p;
+    if (world != m) upi_watch_lock(&world->busy);
+    question = upi_watch_question(&world->watch);
+    for (p = 0; p < world->comm.ranks; ++p)
+        if (p != world->comm.rank) upi_mpi_send_word(world, 0, p, &question);
+    if (world != m) upi_watch_unlock(&world->busy);
+    return question.call;
+}
+
+/* The answers to a question have had their time: names for whom the call waits in the end. */
+UPIPE_API upipe_status upi_mpi_late(upipe_ctx *c, upipe_mpi *m, int64_t question)
+{
+    upipe_mpi *world = upi_mpi_world(m);
+    upi_watch *w = &world->watch;
+    upi_team_names names;
+    int come;
+    if (world != m) upi_watch_lock(&world->busy);
+    memset(w->marks, 0, (size_t)w->ranks);
+    w->since = question;
+    come = upi_mpi_mark(m, w->marks);
+    come |= upi_team_blame(&m->comm, w->marks, upi_watch_waits, w, &names);
+    if (world != m) upi_watch_unlock(&world->busy);
+    return upi_team_late_for(&c->err, &m->comm, m->kind, &names, come ? "come" : "finish");
+}
+
+/* From the headers of a call to its end. */
+UPIPE_API upipe_status upi_mpi_call(upipe_ctx *c, upipe_mpi *m)
+{
+    const int64_t grace = upi_watch_grace(m->comm.deadline);
+    int64_t until = upi_net_until(m->comm.deadline) - grace, question = 0;
     int idle = 0;
     for (;;) {
         int news = 0, missing, left;
@@ -404,9 +536,24 @@ UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
             idle = 0;
             continue;
         }
-        if (upipe_net_now() >= until) return upi_mpi_late(c, m, missing);
-        upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
+        if (upipe_net_now() >= until) {
+            if (question > 0) return upi_mpi_late(c, m, question);
+            question = upi_mpi_ask(m);
+            until = upipe_net_now() + grace;
+        }
+        upi_mpi_rest(c, m, &idle);
     }
+}
+
+UPIPE_API upipe_status upi_mpi_finish(upipe_ctx *c, upipe_mpi *m)
+{
+    upipe_status s;
+    upi_watch_lock(&m->busy);
+    m->waits = 1;
+    s = upi_mpi_call(c, m);
+    m->waits = 0;
+    upi_watch_unlock(&m->busy);
+    return s;
 }
 
 /* Is request i in flight? A receive that was not cancelled in time may have met its peer's goodbye. */
@@ -464,8 +611,11 @@ UPIPE_API void upi_mpi_settle(upipe_ctx *c, upipe_mpi *m)
 UPIPE_API upipe_status upi_mpi_ready(upipe_ctx *c, upipe_mpi *m)
 {
     int news;
-    if (!upi_first_is_broken(&m->first)) UPIPE_TRY(upi_mpi_poll(c, m, &news));
-    return upipe_comm_whole(c, &m->comm);
+    upipe_status s = UPIPE_OK;
+    upi_watch_lock(&m->busy);
+    if (!upi_first_is_broken(&m->first)) s = upi_mpi_poll(c, m, &news);
+    upi_watch_unlock(&m->busy);
+    return s != UPIPE_OK ? s : upipe_comm_whole(c, &m->comm);
 }
 
 UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
@@ -476,11 +626,13 @@ UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe
     UPIPE_TRY(upi_mpi_ready(c, m));
     s = c->ops->sync(c); /* MPI reads the buffers now: it knows no stream */
     if (s != UPIPE_OK)
-        return upipe_comm_fail(&c->err, comm, s, "rank %d waiting for its device: %s", comm->rank,
-                               c->err.text);
+        return upipe_comm_fail(&c->err, comm, s, "rank %d waiting for its device: %s",
+                               upipe_comm_called(comm, comm->rank), c->err.text);
     UPIPE_TRY(upi_mpi_begin(c, m, UPI_TEAM_TRANSFER, list, NULL, n));
     /* Data begin to move between ranks that have come. What goes wrong now is returned by wait. */
+    upi_watch_lock(&m->busy);
     m->owed = upi_mpi_progress(c, m, &news, &missing, &left);
+    upi_watch_unlock(&m->busy);
     return UPIPE_OK;
 }
 
@@ -494,7 +646,10 @@ UPIPE_API upipe_status upi_mpi_wait(upipe_ctx *c, upipe_comm *comm)
     else if (!upi_first_is_broken(&m->first))
         s = upipe_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
     if (s == UPIPE_OK) s = upi_mpi_finish(c, m);
-    if (s != UPIPE_OK) upi_mpi_settle(c, m);
+    if (s == UPIPE_OK) return s;
+    upi_watch_lock(&m->busy);
+    upi_mpi_settle(c, m);
+    upi_watch_unlock(&m->busy);
     return s;
 }
 
@@ -535,11 +690,16 @@ UPIPE_API void *upi_mpi_carve(char *buf, size_t *used, size_t bytes)
 UPIPE_API size_t upi_mpi_lay_out(upipe_mpi *m, char *buf)
 {
     size_t n = (size_t)m->comm.ranks, used = 0;
-    size_t requests = (2 * UPI_MPI_WINDOW + 1) * n, others = (1 + UPIPE_MPI_TAGS) * n;
+    size_t requests = (2 * UPI_MPI_WINDOW + 1) * n, others = UPI_MPI_OTHERS * n;
     m->requests_n = (int)requests;
+    m->watch.ranks = m->comm.ranks;
     m->peer = (upi_mpi_peer *)upi_mpi_carve(buf, &used, n * sizeof *m->peer);
     m->out = (upi_header *)upi_mpi_carve(buf, &used, n * sizeof *m->out);
     m->in = (upi_header *)upi_mpi_carve(buf, &used, 2 * n * sizeof *m->in);
+    m->words = (upi_header *)upi_mpi_carve(buf, &used, 2 * n * sizeof *m->words);
+    m->watch.answers = (upi_header *)upi_mpi_carve(buf, &used, n * sizeof *m->watch.answers);
+    m->watch.asked = (int64_t *)upi_mpi_carve(buf, &used, n * sizeof *m->watch.asked);
+    m->watch.marks = (char *)upi_mpi_carve(buf, &used, n);
     m->requests = (MPI_Request *)upi_mpi_carve(buf, &used, (requests + others) * sizeof *m->requests);
     m->notices = buf != NULL ? m->requests + requests : NULL;
     m->statuses = (MPI_Status *)upi_mpi_carve(buf, &used, requests * sizeof *m->statuses);
@@ -605,9 +765,10 @@ UPIPE_API void upi_mpi_part_ways(upipe_mpi *m, upi_team_names *late)
             upi_mpi_discard(m, p, &rubbish);
             for (i = 0; i < 2 * UPI_MPI_WINDOW; ++i)
                 left += upi_mpi_flies(m, (i % 2 * ranks + p) * UPI_MPI_WINDOW + i / 2);
-            for (i = data + p; i < data + (2 + UPIPE_MPI_TAGS) * ranks; i += ranks)
+            for (i = data + p; i < data + (1 + UPI_MPI_OTHERS) * ranks; i += ranks)
                 left += upi_mpi_flies(m, i);
-            if (left > 0 || m->peer[p].left != UPI_MPI_LEFT) upi_team_name(late, p);
+            if (left > 0 || m->peer[p].left != UPI_MPI_LEFT)
+                upi_team_name(late, &m->comm, upipe_comm_called(&m->comm, p));
         }
         if (late->count == 0 || upipe_net_now() >= until) return;
         upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
@@ -628,11 +789,16 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
     upi_team_names late;
     MPI_Request hold;
     double deadline;
-    int i, rank;
+    int i, rank, called;
     if (m == NULL || m->buf == NULL) return UPIPE_OK;
     rank = m->comm.rank;
+    called = upipe_comm_called(&m->comm, rank);
     deadline = m->comm.deadline;
+    upi_watch_lock(&m->busy);
+    (void)upi_first_break(&m->first, UPIPE_ERR_ABORTED, m->met,
+                          "the team has been freed"); /* nothing follows a goodbye */
     upi_mpi_part_ways(m, &late);
+    upipe_comm_leave(&m->comm);
     if (late.count == 0) {
         free(m->buf);
         memset(m, 0, sizeof *m);
@@ -646,7 +812,7 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
         e, UPIPE_ERR_BACKEND,
         "rank %d waited %g s for %s to free the team: messages may be in flight, and keep their "
         "memory",
-        rank, deadline, upi_team_names_text(&late, names));
+        called, deadline, upi_team_names_text(&late, names));
 }
 
 /* The host's communicator must be able to report errors, and the tags must exist. */
@@ -676,7 +842,7 @@ UPIPE_API upipe_status upi_mpi_fit_comm(MPI_Comm mpi, int tag, upipe_err *e)
  *   tag         the team uses tag and tag + 1, and nobody else does meanwhile; the same on all ranks
  *   deadline_s  seconds that one call may wait for its peers; 0 = UPIPE_DEADLINE_DEFAULT. Each call reads
  *               comm.deadline, which each rank may change
- *   bytes       one allocation, about 2.5 KB a rank of the team
+ *   bytes       one allocation, about 4 KB a rank of the team
  *   errors      ARG, MEMORY, BACKEND (MPI's own text); then there is nothing to free
  */
 UPIPE_API upipe_status upipe_mpi_init(upipe_mpi *m, MPI_Comm mpi, int tag, double deadline_s, upipe_err *e)
@@ -699,7 +865,7 @@ UPIPE_API upipe_status upipe_mpi_init(upipe_mpi *m, MPI_Comm mpi, int tag, doubl
         return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", m->comm.ranks);
     upi_mpi_lay_out(m, (char *)m->buf);
     for (i = 0; i < m->requests_n; ++i) m->requests[i] = MPI_REQUEST_NULL;
-    for (i = 0; i < (1 + UPIPE_MPI_TAGS) * m->comm.ranks; ++i) m->notices[i] = MPI_REQUEST_NULL;
+    for (i = 0; i < UPI_MPI_OTHERS * m->comm.ranks; ++i) m->notices[i] = MPI_REQUEST_NULL;
     m->peer[m->comm.rank].left = UPI_MPI_LEFT; /* it sends itself nothing */
     m->mpi = mpi;
     m->tag = tag;

@@ -98,12 +98,14 @@ UPIPE_API upipe_status upi_nccl_gather_rows(upipe_ctx *c, upipe_nccl *m, const i
         const int64_t *theirs = m->rows + (size_t)(1 + r) * UPI_NCCL_ROW;
         if (theirs[0] != UPI_NCCL_MARK)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                                   "rank %d gathers something else than rank %d", r, m->comm.rank);
+                                   "rank %d gathers something else than rank %d",
+                                   upipe_comm_called(&m->comm, r), upipe_comm_called(&m->comm, m->comm.rank));
         UPIPE_TRY(upi_team_same(&c->err, &m->comm, m->kind, n, r, theirs[2], theirs[3]));
         if (theirs[1] != m->call)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
-                                   "rank %d is in its call %lld and rank %d in its %lld", m->comm.rank,
-                                   (long long)m->call, r, (long long)theirs[1]);
+                                   "rank %d is in its call %lld and rank %d in its %lld",
+                                   upipe_comm_called(&m->comm, m->comm.rank), (long long)m->call,
+                                   upipe_comm_called(&m->comm, r), (long long)theirs[1]);
     }
     return UPIPE_OK;
 }
@@ -358,6 +360,7 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     if (m == NULL) return s;
     memset(&c, 0, sizeof c);
     if (m->next != NULL) s = upi_nccl_settle(&c, &m->comm);
+    upipe_comm_leave(&m->comm);
     if (s != UPIPE_OK && e != NULL) *e = c.err;
     while (before->next != NULL && before->next != m) before = before->next;
     before->next = m->next;

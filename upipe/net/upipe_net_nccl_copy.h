@@ -144,8 +144,10 @@ UPIPE_API upipe_status upi_nccl_missing(upipe_ctx *c, upipe_nccl *m, int64_t tur
     for (r = 0; r < m->comm.ranks; ++r) {
         const int gone = __atomic_load_n(&m->cards[r].gone, __ATOMIC_ACQUIRE) != 0;
         if (__atomic_load_n(&m->cards[r].turn, __ATOMIC_ACQUIRE) >= turn) continue;
-        if (gone) return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_ABORTED, "rank %d has aborted", r);
-        upi_team_name(missing, r);
+        if (gone)
+            return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_ABORTED, "rank %d has aborted",
+                                   upipe_comm_called(&m->comm, r));
+        upi_team_name(missing, &m->comm, upipe_comm_called(&m->comm, r));
     }
     return UPIPE_OK;
 }
@@ -397,7 +399,7 @@ UPIPE_API upipe_status upi_nccl_request_with(upipe_ctx *c, upipe_nccl *m, void *
     made[UPI_NCCL_DOMAIN] = m->window != NULL ? upi_nccl_domain_of(m->nccl).ranks : 0;
     if (m->window != NULL && made[UPI_NCCL_DOMAIN] < 1)
         return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_BACKEND, "rank %d: ncclTeamLsa has failed",
-                               m->comm.rank);
+                               upipe_comm_called(&m->comm, m->comm.rank));
     UPIPE_TRY(upi_nccl_meet(c, m, UPI_TEAM_ALL_GATHER, made, UPI_NCCL_RESULTS));
     if (upi_nccl_incomplete(m) != NULL) {
         m->grouped = 1; /* or ranks that have a window would use copy engines */

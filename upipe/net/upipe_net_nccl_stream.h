@@ -170,7 +170,8 @@ UPIPE_API upipe_status upi_nccl_checked(upipe_ctx *c, upipe_nccl *m, ncclResult_
     upipe_err e;
     upipe_status s = upipe_nccl_check(&e, m->nccl, r, what);
     if (s == UPIPE_OK) return s;
-    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
+    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", upipe_comm_called(&m->comm, m->comm.rank),
+                           e.text);
 }
 
 UPIPE_API upipe_status upi_nccl_checked_cuda(upipe_ctx *c, upipe_nccl *m, cudaError_t r, const char *what)
@@ -178,7 +179,8 @@ UPIPE_API upipe_status upi_nccl_checked_cuda(upipe_ctx *c, upipe_nccl *m, cudaEr
     upipe_err e;
     upipe_status s = upipe_nccl_check_cuda(&e, r, what);
     if (s == UPIPE_OK) return s;
-    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", m->comm.rank, e.text);
+    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", upipe_comm_called(&m->comm, m->comm.rank),
+                           e.text);
 }
 
 #define UPI_NCCL(c, m, call)      UPIPE_TRY(upi_nccl_checked((c), (m), (call), #call))
@@ -276,7 +278,7 @@ UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, int kind)
         return upipe_fail(
             &c->err, UPIPE_ERR_UNSUPPORTED,
             "rank %d: %s waits for the stream, which is captured into a graph and runs nothing yet",
-            m->comm.rank, upi_nccl_kind(kind));
+            upipe_comm_called(&m->comm, m->comm.rank), upi_nccl_kind(kind));
     m->call += kind != UPI_NCCL_SYNC; /* other ranks need not make that call */
     m->kind = kind;
     m->pending = m->rows_come = 0;

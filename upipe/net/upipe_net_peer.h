@@ -671,6 +671,7 @@ UPIPE_API upipe_status upipe_peer_free(upipe_peer *m, upipe_err *e)
     upipe_status s = UPIPE_OK, t;
     int r, ended = 1;
     if (m == NULL || m->memory == NULL) return s;
+    upipe_comm_leave(&m->comm);
     if (m->stream != NULL) ended = upi_peer_ended(m, upi_net_until(m->comm.deadline));
     if (ended == 0) s = upipe_fail(e, UPIPE_ERR_TIMEOUT, "copies of rank %d do not end", m->comm.rank);
     if (ended < 0)

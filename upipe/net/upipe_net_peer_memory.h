@@ -163,7 +163,8 @@ UPIPE_API upipe_status upi_peer_checked(upipe_err *e, upipe_peer *m, cudaError_t
     upipe_err mine;
     upipe_status s = upi_peer_check(&mine, r, what);
     if (s == UPIPE_OK) return s;
-    return upipe_comm_fail(e, &m->comm, s, "rank %d: %s", m->comm.rank, mine.text);
+    return upipe_comm_fail(e, &m->comm, s, "rank %d: %s", upipe_comm_called(&m->comm, m->comm.rank),
+                           mine.text);
 }
 
 #define UPI_PEER_CUDA(e, m, call) UPIPE_TRY(upi_peer_checked((e), (m), (call), #call))
@@ -221,15 +222,15 @@ UPIPE_API upipe_status upi_peer_same(upipe_err *e, upipe_peer *m, uint64_t call,
 UPIPE_API upipe_status upi_peer_late(upipe_err *e, upipe_peer *m, uint64_t call)
 {
     const int32_t kind = upi_peer_post_of(m, m->comm.rank, call)->kind;
-    upi_team_names absent = {"", 0, 0}, sending = {"", 0, 0};
+    upi_team_names absent = {"", 0, 0, 0}, sending = {"", 0, 0, 0};
     int r;
     if (kind == UPI_TEAM_TRANSFER && m->stage == UPI_PEER_LANDING)
         return upi_team_late(e, &m->comm, "in a transfer for the devices' copies to end");
     for (r = 0; r < m->comm.ranks; ++r) {
         if (!upi_peer_has_posted(m, r, call))
-            upi_team_name(&absent, r);
+            upi_team_name(&absent, &m->comm, upipe_comm_called(&m->comm, r));
         else if (kind == UPI_TEAM_TRANSFER && !upi_peer_has_sent(m, r, call))
-            upi_team_name(&sending, r);
+            upi_team_name(&sending, &m->comm, upipe_comm_called(&m->comm, r));
     }
     if (absent.count > 0) return upi_team_late_for(e, &m->comm, kind, &absent, "come");
     if (sending.count > 0) return upi_team_late_for(e, &m->comm, kind, &sending, "send");

@@ -21,10 +21,11 @@
  * uses a communicator; any thread may call upipe_comm_abort.
  *
  * Failures. The rank that detects one informs the others by a header, and returns its status: TIMEOUT,
- * MISMATCH, BACKEND (a rank has died, its connection has ended; or the kernel's own text). The others return
- * ABORTED with its sentence, but a MISMATCH once. Where ranks wait for each other in a row, the last one says
- * for whom: a rank that no peer has overtaken waits a tenth of a second longer than its deadline. The kernel
- * has a copy of what is on its way: nobody accesses a buffer once a call has failed, and comm->quarantine is
+ * MISMATCH, BACKEND (a rank has died, its connection has ended; or the kernel's own text). The others pass it on, so
+ * that it comes before anything that they do then, and return ABORTED with its sentence, but a MISMATCH once. It breaks
+ * all parts of the world (upipe_comm_part). Where ranks wait for each other in a row, the sentence of TIMEOUT names the
+ * last one: a rank asks those of its world for whom they wait, a tenth of a second before its deadline.
+ * The kernel has a copy of what is on its way: nobody accesses a buffer once a call has failed, and comm->quarantine is
  * never set. Afterwards only upipe_tcp_free is legal.
  *
  * Strict ISO C hides sockets: include this file first, or define _POSIX_C_SOURCE=200809L.
@@ -46,7 +47,6 @@ enum {
     UPIPE_TCP_MAX = 256, /* ranks of one team */
     UPI_TCP_PIECES = 64, /* that one system call moves */
     UPI_TCP_SLICE = 20,  /* ms: how soon a rank that waits sees that another of its threads has aborted */
-    UPI_TCP_YIELD = 100, /* ms past the deadline, in which a rank that is missed says for whom it waits */
     UPI_TCP_FREED = 1,   /* a peer's goodbye has come */
     UPI_TCP_ENDED = 2    /* its connection has ended without one */
 };
@@ -82,6 +82,9 @@ typedef struct upipe_tcp {
     upi_header *in;     /* [2][ranks]: those of call s at [s & 1], as peers may be one call ahead */
     upi_first first;    /* the failure */
     upipe_status owed;  /* found by start, returned by wait */
+    int busy;           /* upi_watch_try; what moves data, hears, or looks for whom the call waits has it */
+    int waits;          /* in a call that waits */
+    upi_watch watch;    /* of a world */
     void *buf;
 } upipe_tcp;
 
@@ -107,18 +110,38 @@ UPIPE_API int upi_tcp_send_header(const upipe_tcp *t, int p, const upi_header *h
     return (int)n;
 }
 
-/* A rank that the header cannot be sent to finds that the connection has ended. */
+UPIPE_API void upi_tcp_send_all(const upipe_tcp *t, const upi_header *header)
+{
+    int p;
+    for (p = 0; p < t->comm.ranks; ++p)
+        if (p != t->comm.rank) upi_tcp_send_header(t, p, header);
+}
+
+UPIPE_API upipe_tcp *upi_tcp_world(const upipe_tcp *t)
+{
+    return (upipe_tcp *)upipe_comm_world(&t->comm)->impl;
+}
+
+/* Breaks this end, where ranks had come to call `met`, and all of this rank's others. What a rank has heard it passes on:
+ * who hears that it has left must know why. A rank that the header cannot be sent to finds that the connection has ended. */
+UPIPE_API int upi_tcp_break(upipe_tcp *t, upipe_status s, int64_t met, const char *why)
+{
+    upi_header notice;
+    upipe_comm *part;
+    if (!upi_first_break(&t->first, s, met, why)) return 0;
+    upi_first_report(&notice, s, met, why);
+    upi_tcp_send_all(t, &notice);
+    for (part = upipe_comm_world(&t->comm); part != NULL; part = part->part) {
+        upipe_tcp *other = (upipe_tcp *)part->impl;
+        upi_tcp_break(other, s, __atomic_load_n(&other->met, __ATOMIC_RELAXED), why);
+    }
+    return 1;
+}
+
 UPIPE_API int upi_tcp_fail(upipe_comm *comm, upipe_status s, const char *why)
 {
     upipe_tcp *t = (upipe_tcp *)comm->impl;
-    const int64_t met = __atomic_load_n(&t->met, __ATOMIC_RELAXED);
-    upi_header notice;
-    int p;
-    if (!upi_first_break(&t->first, s, met, why)) return 0;
-    upi_first_report(&notice, s, met, why);
-    for (p = 0; p < comm->ranks; ++p)
-        if (p != comm->rank) upi_tcp_send_header(t, p, &notice);
-    return 1;
+    return upi_tcp_break(t, s, __atomic_load_n(&t->met, __ATOMIC_RELAXED), why);
 }
 
 /* ---- headers ---- */
@@ -128,6 +151,7 @@ UPIPE_API void upi_tcp_begin(upipe_tcp *t, int kind, const upipe_msg *list, cons
 {
     const int ranks = t->comm.ranks;
     int k, p, way;
+    upi_watch_lock(&t->busy);
     ++t->call;
     t->kind = kind;
     t->list = list;
@@ -142,6 +166,7 @@ UPIPE_API void upi_tcp_begin(upipe_tcp *t, int kind, const upipe_msg *list, cons
         }
         upi_tcp_send_header(t, p, &t->out[p]);
     }
+    upi_watch_unlock(&t->busy);
 }
 
 /* Stores the header that has come from rank p. */
@@ -151,19 +176,26 @@ UPIPE_API upipe_status upi_tcp_accept(upipe_ctx *c, upipe_tcp *t, int p)
     const upi_header *header = &peer->next;
     if (header->magic != UPI_HEADER_MAGIC)
         return upipe_comm_fail(&c->err, &t->comm, UPIPE_ERR_MISMATCH,
-                               "rank %d sends rank %d something else than headers", p, t->comm.rank);
+                               "rank %d sends rank %d something else than headers",
+                               upipe_comm_called(&t->comm, p), upipe_comm_called(&t->comm, t->comm.rank));
     if (header->kind == UPI_HEADER_GOODBYE) {
         peer->left = UPI_TCP_FREED;
         return UPIPE_OK;
     }
+    if (header->kind == UPI_HEADER_QUESTION || header->kind == UPI_HEADER_ANSWER) {
+        upi_watch_hear(&t->watch, p, header);
+        return UPIPE_OK;
+    }
     if (header->kind == UPI_HEADER_FAILURE) {
-        upi_first_hear(&t->first, header);
-        return UPIPE_OK; /* p has informed the others too */
+        const upipe_err heard = upi_first_heard(header);
+        upi_tcp_break(t, heard.status, header->call, heard.text);
+        return UPIPE_OK;
     }
     if (header->call != peer->come + 1 || header->call > t->call + 1)
         return upipe_comm_fail(&c->err, &t->comm, UPIPE_ERR_MISMATCH,
-                               "rank %d sends call %lld where rank %d expects %lld", p,
-                               (long long)header->call, t->comm.rank, (long long)peer->come + 1);
+                               "rank %d sends call %lld where rank %d expects %lld",
+                               upipe_comm_called(&t->comm, p), (long long)header->call,
+                               upipe_comm_called(&t->comm, t->comm.rank), (long long)peer->come + 1);
     t->in[(header->call & 1) * t->comm.ranks + p] = *header;
     peer->come = header->call;
     return UPIPE_OK;
@@ -282,13 +314,15 @@ UPIPE_API int upi_tcp_moves(const upipe_tcp *t, int p, int way)
 /* Rank p has left, and this call needs it. */
 UPIPE_API upipe_status upi_tcp_lost(upipe_ctx *c, upipe_tcp *t, int p)
 {
+    const int me = upipe_comm_called(&t->comm, t->comm.rank);
+    char text[UPI_TEAM_NAMES];
     if (t->peer[p].left == UPI_TCP_FREED)
         return upipe_comm_fail(&c->err, &t->comm, UPIPE_ERR_MISMATCH,
-                               "rank %d is in %s and rank %d has freed its team", t->comm.rank,
-                               upi_team_kind(t->kind), p);
+                               "rank %d is in %s and %s has freed its team", me, upi_team_kind(t->kind),
+                               upi_team_rank(&t->comm, p, text));
     return upipe_comm_fail(&c->err, &t->comm, UPIPE_ERR_BACKEND,
-                           "rank %d is in %s and its connection to rank %d has ended", t->comm.rank,
-                           upi_team_kind(t->kind), p);
+                           "rank %d is in %s and its connection to %s has ended", me, upi_team_kind(t->kind),
+                           upi_team_rank(&t->comm, p, text));
 }
 
 /* *missing: ranks whose header has not come; *left: flows of the others that have not ended. */
@@ -323,62 +357,142 @@ UPIPE_API upipe_status upi_tcp_progress(upipe_ctx *c, upipe_tcp *t, int *news, i
     return UPIPE_OK;
 }
 
-/* Sleeps until a socket is ready, for a slice at most. */
-UPIPE_API void upi_tcp_rest(const upipe_tcp *t, int64_t until)
+/* Marks for whom the call waits: ranks that have not come, or else those whose data are on their way. Returns whether
+ * there are ranks that have not come. */
+UPIPE_API int upi_tcp_mark(const upipe_tcp *t, char *marks)
 {
-    struct pollfd polls[2 * UPIPE_TCP_MAX];
-    int64_t left = (until - upipe_net_now()) / 1000000 + 1;
+    int p, missing = 0;
+    for (p = 0; p < t->comm.ranks; ++p) missing |= p != t->comm.rank && !t->peer[p].open;
+    for (p = 0; p < t->comm.ranks; ++p)
+        if (p != t->comm.rank &&
+            (missing ? !t->peer[p].open
+                     : upi_tcp_moves(t, p, UPIPE_MSG_SEND) + upi_tcp_moves(t, p, UPIPE_MSG_RECV)))
+            marks[upipe_comm_called(&t->comm, p)] = UPI_TEAM_MISSED;
+    return missing;
+}
+
+/* Answers those that have asked, from a call that waits: t and its world are this thread's. */
+UPIPE_API void upi_tcp_answer(upipe_tcp *t, upipe_tcp *world)
+{
+    upi_watch *w = &world->watch;
+    upipe_comm *part;
+    upi_header answer;
+    int p = 0;
+    while (p < w->ranks && w->asked[p] == 0) ++p;
+    if (p == w->ranks) return;
+    memset(w->marks, 0, (size_t)w->ranks);
+    for (part = &world->comm; part != NULL; part = part->part) {
+        upipe_tcp *other = (upipe_tcp *)part->impl;
+        const int held = other == t || other == world;
+        if (!held && !upi_watch_try(&other->busy)) continue;
+        if (other->waits) (void)upi_tcp_mark(other, w->marks);
+        if (!held) upi_watch_unlock(&other->busy);
+    }
+    for (; p < w->ranks; ++p)
+        if (w->asked[p] != 0 && upi_watch_answer(w, p, &answer)) upi_tcp_send_header(world, p, &answer);
+}
+
+/* The sockets that may bring something; returns their number. */
+UPIPE_API nfds_t upi_tcp_polls(const upipe_tcp *t, int with_data, struct pollfd *polls)
+{
     nfds_t n = 0;
     int p;
     for (p = 0; p < t->comm.ranks; ++p) {
         const upi_tcp_peer *peer = &t->peer[p];
-        const int out = upi_tcp_moves(t, p, UPIPE_MSG_SEND), in = upi_tcp_moves(t, p, UPIPE_MSG_RECV);
+        int out, in;
         if (p == t->comm.rank) continue;
         if (!peer->left) {
             polls[n].fd = peer->headers;
             polls[n++].events = POLLIN;
         }
-        if (!peer->cut && (out || in)) {
-            polls[n].fd = peer->data;
-            polls[n++].events = (short)((out ? POLLOUT : 0) | (in ? POLLIN : 0));
-        }
+        if (!with_data || peer->cut) continue;
+        out = upi_tcp_moves(t, p, UPIPE_MSG_SEND);
+        in = upi_tcp_moves(t, p, UPIPE_MSG_RECV);
+        if (!out && !in) continue;
+        polls[n].fd = peer->data;
+        polls[n++].events = (short)((out ? POLLOUT : 0) | (in ? POLLIN : 0));
     }
-    (void)poll(polls, n, left < 0 ? 0 : left < UPI_TCP_SLICE ? (int)left : UPI_TCP_SLICE);
+    return n;
 }
 
-/* The deadline has passed: names the ranks that have not come, or else those whose data are on their way. */
-UPIPE_API upipe_status upi_tcp_late(upipe_ctx *c, upipe_tcp *t, int missing)
+/* Sleeps until a socket is ready, for a slice at most, and lets the rank's other threads have this end meanwhile. What
+ * comes through the world is heard first. */
+UPIPE_API void upi_tcp_rest(upipe_ctx *c, upipe_tcp *t, int64_t until)
 {
-    upi_team_names names = {"", 0, 0};
-    int p;
-    for (p = 0; p < t->comm.ranks; ++p) {
-        const int flows = upi_tcp_moves(t, p, UPIPE_MSG_SEND) + upi_tcp_moves(t, p, UPIPE_MSG_RECV);
-        if (p != t->comm.rank && (missing > 0 ? !t->peer[p].open : flows > 0)) upi_team_name(&names, p);
+    struct pollfd polls[3 * UPIPE_TCP_MAX];
+    upipe_tcp *world = upi_tcp_world(t);
+    const int64_t left = (until - upipe_net_now()) / 1000000 + 1;
+    nfds_t n = upi_tcp_polls(t, 1, polls);
+    int news = 0;
+    if (world == t) {
+        upi_tcp_answer(t, world);
+    } else if (upi_watch_try(&world->busy)) {
+        (void)upi_tcp_hear(c, world, &news);
+        upi_tcp_answer(t, world);
+        n += upi_tcp_polls(world, 0, polls + n);
+        upi_watch_unlock(&world->busy);
     }
-    return upi_team_late_for(&c->err, &t->comm, t->kind, &names, missing > 0 ? "come" : "finish");
+    upi_watch_unlock(&t->busy);
+    if (!news) (void)poll(polls, n, left < 0 ? 0 : left < UPI_TCP_SLICE ? (int)left : UPI_TCP_SLICE);
+    upi_watch_lock(&t->busy);
 }
 
-/* Is a peer in a later call? Then this rank is missed, and is the one to say for whom it waits. */
-UPIPE_API int upi_tcp_behind(const upipe_tcp *t)
+/* Asks the ranks of the world for whom they wait; returns the question's number. */
+UPIPE_API int64_t upi_tcp_ask(upipe_tcp *t)
 {
-    int p;
-    for (p = 0; p < t->comm.ranks; ++p)
-        if (t->peer[p].come > t->call) return 1;
-    return 0;
+    upipe_tcp *world = upi_tcp_world(t);
+    upi_header question;
+    if (world != t) upi_watch_lock(&world->busy);
+    question = upi_watch_question(&world->watch);
+    upi_tcp_send_all(world, &question);
+    if (world != t) upi_watch_unlock(&world->busy);
+    return question.call;
 }
 
-UPIPE_API upipe_status upi_tcp_finish(upipe_ctx *c, upipe_tcp *t)
+/* The answers to a question have had their time: names for whom the call waits in the end. */
+UPIPE_API upipe_status upi_tcp_late(upipe_ctx *c, upipe_tcp *t, int64_t question)
 {
-    const int64_t deadline = upi_net_until(t->comm.deadline);
+    upipe_tcp *world = upi_tcp_world(t);
+    upi_watch *w = &world->watch;
+    upi_team_names names;
+    int come;
+    if (world != t) upi_watch_lock(&world->busy);
+    memset(w->marks, 0, (size_t)w->ranks);
+    w->since = question;
+    come = upi_tcp_mark(t, w->marks);
+    come |= upi_team_blame(&t->comm, w->marks, upi_watch_waits, w, &names);
+    if (world != t) upi_watch_unlock(&world->busy);
+    return upi_team_late_for(&c->err, &t->comm, t->kind, &names, come ? "come" : "finish");
+}
+
+/* From the headers of a call to its end. */
+UPIPE_API upipe_status upi_tcp_call(upipe_ctx *c, upipe_tcp *t)
+{
+    const int64_t grace = upi_watch_grace(t->comm.deadline);
+    int64_t until = upi_net_until(t->comm.deadline) - grace, question = 0;
     for (;;) {
-        const int64_t until = deadline + (upi_tcp_behind(t) ? 0 : UPI_TCP_YIELD * (int64_t)1000000);
         int news = 0, missing, left;
         UPIPE_TRY(upi_tcp_progress(c, t, &news, &missing, &left));
         if (missing == 0 && left == 0) return UPIPE_OK;
         if (!upi_first_spares(&t->first, t->kind, t->call)) UPIPE_TRY(upipe_comm_whole(c, &t->comm));
-        if (upipe_net_now() >= until) return upi_tcp_late(c, t, missing);
-        if (!news) upi_tcp_rest(t, until);
+        if (upipe_net_now() >= until) {
+            if (question > 0) return upi_tcp_late(c, t, question);
+            question = upi_tcp_ask(t);
+            until = upipe_net_now() + grace;
+        }
+        if (!news) upi_tcp_rest(c, t, until);
     }
+}
+
+UPIPE_API upipe_status upi_tcp_finish(upipe_ctx *c, upipe_tcp *t)
+{
+    upipe_status s;
+    upi_watch_lock(&t->busy);
+    t->waits = 1;
+    s = upi_tcp_call(c, t);
+    t->waits = 0;
+    upi_watch_unlock(&t->busy);
+    return s;
 }
 
 /* ---- the table's entries ---- */
@@ -387,8 +501,11 @@ UPIPE_API upipe_status upi_tcp_finish(upipe_ctx *c, upipe_tcp *t)
 UPIPE_API upipe_status upi_tcp_ready(upipe_ctx *c, upipe_tcp *t)
 {
     int news;
-    if (!upi_first_is_broken(&t->first)) UPIPE_TRY(upi_tcp_hear(c, t, &news));
-    return upipe_comm_whole(c, &t->comm);
+    upipe_status s = UPIPE_OK;
+    upi_watch_lock(&t->busy);
+    if (!upi_first_is_broken(&t->first)) s = upi_tcp_hear(c, t, &news);
+    upi_watch_unlock(&t->busy);
+    return s != UPIPE_OK ? s : upipe_comm_whole(c, &t->comm);
 }
 
 UPIPE_API upipe_status upi_tcp_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
@@ -399,10 +516,13 @@ UPIPE_API upipe_status upi_tcp_start(upipe_ctx *c, upipe_comm *comm, const upipe
     UPIPE_TRY(upi_tcp_ready(c, t));
     s = c->ops->sync(c); /* the kernel reads the buffers now: it knows no stream */
     if (s != UPIPE_OK)
-        return upipe_comm_fail(&c->err, comm, s, "rank %d before a transfer: %s", comm->rank, c->err.text);
+        return upipe_comm_fail(&c->err, comm, s, "rank %d before a transfer: %s",
+                               upipe_comm_called(comm, comm->rank), c->err.text);
     upi_tcp_begin(t, UPI_TEAM_TRANSFER, list, NULL, n);
+    upi_watch_lock(&t->busy);
     /* What goes wrong now is returned by wait. */
     t->owed = upi_tcp_progress(c, t, &news, &missing, &left);
+    upi_watch_unlock(&t->busy);
     return UPIPE_OK;
 }
 
@@ -452,12 +572,16 @@ UPIPE_API upipe_status upipe_tcp_free(upipe_tcp *t, upipe_err *e)
     upi_team_names late;
     upipe_ctx c;
     int64_t until;
-    int p, news, rank;
+    int p, news, rank, called;
     double deadline;
     if (t == NULL || t->buf == NULL) return UPIPE_OK;
     rank = t->comm.rank;
+    called = upipe_comm_called(&t->comm, rank);
     deadline = t->comm.deadline;
     until = upi_net_until(deadline);
+    upi_watch_lock(&t->busy);
+    /* nothing follows a goodbye */
+    (void)upi_first_break(&t->first, UPIPE_ERR_ABORTED, t->met, "the team has been freed");
     t->n = 0; /* no data move */
     memset(&c, 0, sizeof c);
     for (p = 0; p < t->comm.ranks; ++p) {
@@ -469,14 +593,15 @@ UPIPE_API upipe_status upipe_tcp_free(upipe_tcp *t, upipe_err *e)
         (void)upi_tcp_hear(&c, t, &news);
         memset(&late, 0, sizeof late);
         for (p = 0; p < t->comm.ranks; ++p)
-            if (p != rank && !t->peer[p].left) upi_team_name(&late, p);
+            if (p != rank && !t->peer[p].left) upi_team_name(&late, &t->comm, upipe_comm_called(&t->comm, p));
         if (late.count == 0 || upipe_net_now() >= until) break;
-        upi_tcp_rest(t, until);
+        upi_tcp_rest(&c, t, until);
     }
+    upipe_comm_leave(&t->comm);
     free(t->buf);
     memset(t, 0, sizeof *t);
     if (late.count == 0) return UPIPE_OK;
-    return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d waited %g s for %s to free the team", rank, deadline,
+    return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d waited %g s for %s to free the team", called, deadline,
                       upi_team_names_text(&late, text));
 }
 
@@ -523,14 +648,20 @@ UPIPE_API upipe_status upipe_tcp_init(upipe_tcp *t, const int *headers, const in
         UPIPE_TRY(upi_tcp_fit_socket(e, headers[p], p));
         UPIPE_TRY(upi_tcp_fit_socket(e, data[p], p));
     }
-    buf = (char *)calloc(1, n * (sizeof *t->peer + 3 * sizeof *t->out + 2 * sizeof(upipe_msg)) + gathered);
+    buf = (char *)calloc(
+        1,
+        n * (sizeof *t->peer + 4 * sizeof *t->out + 2 * sizeof(upipe_msg) + sizeof(int64_t) + 1) + gathered);
     if (buf == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for a team of %d ranks", ranks);
     t->buf = buf;
     t->peer = (upi_tcp_peer *)(void *)buf;
     t->out = (upi_header *)(void *)(t->peer + n);
     t->in = t->out + n;
-    t->comm.list = (upipe_msg *)(void *)(t->in + 2 * n);
+    t->watch.answers = t->in + 2 * n;
+    t->watch.asked = (int64_t *)(void *)(t->watch.answers + n);
+    t->comm.list = (upipe_msg *)(void *)(t->watch.asked + n);
     t->comm.gathered = (int64_t *)(void *)(t->comm.list + 2 * n);
+    t->watch.marks = (char *)(t->comm.gathered + n * UPIPE_ALL_GATHER_MAX);
+    t->watch.ranks = ranks;
     t->comm.rank = rank;
     t->comm.ranks = ranks;
     for (p = 0; p < ranks; ++p) {

@@ -28,9 +28,11 @@
  *
  * Failures. The rank that detects the first one returns its status: TIMEOUT, MISMATCH, or that of an entry of
  * the table. The others return ABORTED, but a MISMATCH once, in their next call if they had completed a
- * transfer in which others disagree. All sleeping ranks are woken. After upipe_comm_abort between start and
- * wait, upipe_comm_wait is still called: it returns when no peer reads the send buffers, or sets
- * comm->quarantine. After a failure only upipe_threads_free is legal, once no rank is inside a call.
+ * transfer in which others disagree. All sleeping ranks are woken, also in the other parts of the world
+ * (upipe_comm_part). The sentence of TIMEOUT names the rank for which the others wait in the end. After
+ * upipe_comm_abort between start and wait, upipe_comm_wait is still called: it returns when no peer reads the
+ * send buffers, or sets comm->quarantine. After a failure only upipe_threads_free is legal, once no rank is
+ * inside a call.
  *
  * Strict ISO C hides the clock: include this file first, or define _POSIX_C_SOURCE=200809L (on macOS
  * _DARWIN_C_SOURCE too).
@@ -62,6 +64,7 @@ typedef struct upi_threads_rank {
      * n + 2. By then it has completed n + 1, so that every rank has come to n + 1 and has finished n. */
     uint64_t posted; /* atomic: number of the last call published */
     uint64_t done;   /* atomic: number of the last transfer whose blocks have all arrived here */
+    uint64_t waits;  /* atomic: number of the call in which the rank waits, or 0 */
     upi_threads_post post[2];
     char apart_0[UPI_THREADS_APART];
     /* Written by the other ranks. */
@@ -152,9 +155,8 @@ UPIPE_API const upipe_err *upi_threads_failure(const upipe_comm *comm)
     return upi_threads_is_broken(team) ? &team->failure : NULL;
 }
 
-UPIPE_API int upi_threads_fail(upipe_comm *comm, upipe_status s, const char *why)
+UPIPE_API int upi_threads_break(upipe_threads *team, upipe_status s, const char *why)
 {
-    upipe_threads *team = (upipe_threads *)comm->impl;
     int first, r;
     pthread_mutex_lock(&team->lock);
     first = !team->broken;
@@ -165,6 +167,19 @@ UPIPE_API int upi_threads_fail(upipe_comm *comm, upipe_status s, const char *why
     pthread_mutex_unlock(&team->lock);
     for (r = 0; first && r < team->ranks; ++r) upi_threads_notify(&team->all[r]);
     return first;
+}
+
+/* Breaks all communicators of the world. */
+UPIPE_API int upi_threads_fail(upipe_comm *comm, upipe_status s, const char *why)
+{
+    const upipe_threads *world = (const upipe_threads *)upipe_comm_world(comm)->impl;
+    const upipe_comm *part;
+    int r;
+    if (!upi_threads_break((upipe_threads *)comm->impl, s, why)) return 0;
+    for (r = 0; r < world->ranks; ++r)
+        for (part = &world->all[r].comm; part != NULL; part = part->part)
+            upi_threads_break((upipe_threads *)part->impl, s, why);
+    return 1;
 }
 
 /* ---- posts ---- */
@@ -194,15 +209,13 @@ UPIPE_API int upi_threads_is_done(const upi_threads_rank *rank, uint64_t call)
     return __atomic_load_n(&rank->done, __ATOMIC_ACQUIRE) >= call;
 }
 
-/* Makes the post of upi_threads_next, which the caller has filled in, visible to all. Returns its number. */
-UPIPE_API uint64_t upi_threads_publish(upipe_threads *team, upi_threads_rank *me)
+/* Makes the post of upi_threads_next, which the caller has filled in, visible to all. */
+UPIPE_API void upi_threads_publish(upipe_threads *team, upi_threads_rank *me)
 {
-    uint64_t call = me->posted + 1;
     int r;
-    __atomic_store_n(&me->posted, call, __ATOMIC_RELEASE);
+    __atomic_store_n(&me->posted, me->posted + 1, __ATOMIC_RELEASE);
     for (r = 0; r < team->ranks; ++r)
         if (r != me->comm.rank) upi_threads_notify(&team->all[r]);
-    return call;
 }
 
 /* The post that this rank's next call is to fill in. */
@@ -220,6 +233,25 @@ UPIPE_API upipe_status upi_threads_same(upipe_ctx *c, upipe_comm *comm, uint64_t
     return upi_team_same(&c->err, comm, mine->kind, mine->n, r, theirs->kind, theirs->n);
 }
 
+/* upi_team_waits of a rank of the world: those that have not come to its calls. */
+UPIPE_API int upi_threads_waits(void *user, int rank, char *marks)
+{
+    const upipe_threads *world = (const upipe_threads *)user;
+    const upipe_comm *part;
+    int r, waits = 0;
+    for (part = &world->all[rank].comm; part != NULL; part = part->part) {
+        const upipe_threads *team = (const upipe_threads *)part->impl;
+        const uint64_t call = __atomic_load_n(&team->all[part->rank].waits, __ATOMIC_ACQUIRE);
+        for (r = 0; call > 0 && r < team->ranks; ++r) {
+            char *mark = &marks[upipe_comm_called(part, r)];
+            if (upi_threads_has_posted(&team->all[r], call)) continue;
+            if (*mark == UPI_TEAM_APART) *mark = UPI_TEAM_MISSED;
+            waits = 1;
+        }
+    }
+    return waits;
+}
+
 /* The deadline of this call has passed: names the ranks that have not come, or else those that have not read.
  * Returns OK if the last of them has just come. */
 UPIPE_API upipe_status upi_threads_late(upipe_ctx *c, upipe_comm *comm, uint64_t call)
@@ -227,15 +259,17 @@ UPIPE_API upipe_status upi_threads_late(upipe_ctx *c, upipe_comm *comm, uint64_t
     const upipe_threads *team = (const upipe_threads *)comm->impl;
     const int kind = team->all[comm->rank].post[call & 1].kind;
     const int *sends = upi_threads_sends(team, call, comm->rank);
-    upi_team_names absent = {"", 0, 0}, reading = {"", 0, 0};
+    char marks[UPIPE_THREADS_MAX] = {0};
+    upi_team_names absent, reading = {"", 0, 0, 0};
     int r;
     for (r = 0; r < team->ranks; ++r) {
         const upi_threads_rank *rank = &team->all[r];
         if (!upi_threads_has_posted(rank, call))
-            upi_team_name(&absent, r);
+            marks[upipe_comm_called(comm, r)] = UPI_TEAM_MISSED;
         else if (kind == UPI_TEAM_TRANSFER && sends[r] && !upi_threads_is_done(rank, call))
-            upi_team_name(&reading, r);
+            upi_team_name(&reading, comm, upipe_comm_called(comm, r));
     }
+    (void)upi_team_blame(comm, marks, upi_threads_waits, upipe_comm_world(comm)->impl, &absent);
     if (absent.count > 0) return upi_team_late_for(&c->err, comm, kind, &absent, "come");
     if (reading.count > 0) return upi_team_late_for(&c->err, comm, kind, &reading, "finish receiving");
     return UPIPE_OK;
@@ -255,8 +289,8 @@ UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const u
     UPIPE_TRY(upipe_comm_whole(c, comm));
     status = c->ops->sync(c);
     if (status != UPIPE_OK)
-        return upipe_comm_fail(&c->err, comm, status, "rank %d before a transfer: %s", comm->rank,
-                               c->err.text);
+        return upipe_comm_fail(&c->err, comm, status, "rank %d before a transfer: %s",
+                               upipe_comm_called(comm, comm->rank), c->err.text);
     post->kind = UPI_TEAM_TRANSFER;
     post->list = list;
     post->n = n;
@@ -295,8 +329,9 @@ UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t
                                   (const char *)src.send + (size_t)block * src.send_stride, src.send_bytes);
             if (status != UPIPE_OK) {
                 upipe_fail_reason(&c->err, status);
-                return upipe_comm_fail(&c->err, comm, status, "rank %d copying from rank %d: %s", comm->rank,
-                                       from, c->err.text);
+                return upipe_comm_fail(&c->err, comm, status, "rank %d copying from rank %d: %s",
+                                       upipe_comm_called(comm, comm->rank), upipe_comm_called(comm, from),
+                                       c->err.text);
             }
             if (from != comm->rank) comm->moved_bytes += (int64_t)src.send_bytes;
         }
@@ -343,7 +378,8 @@ UPIPE_API upipe_status upi_threads_release(upipe_ctx *c, upipe_comm *comm, const
         if (upi_threads_is_broken(team)) upi_threads_notify(&team->all[k]);
     }
     if (status != UPIPE_OK || synced == UPIPE_OK) return status;
-    return upipe_comm_fail(&c->err, comm, synced, "rank %d receiving: %s", comm->rank, c->err.text);
+    return upipe_comm_fail(&c->err, comm, synced, "rank %d receiving: %s",
+                           upipe_comm_called(comm, comm->rank), c->err.text);
 }
 
 /* Copies from the ranks that have come to this transfer since the last call. *complete: nothing is left. */
@@ -382,7 +418,7 @@ UPIPE_API upipe_status upi_threads_progress(upipe_ctx *c, upipe_comm *comm, uint
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_threads_finish(upipe_ctx *c, upipe_comm *comm)
+UPIPE_API upipe_status upi_threads_transfer(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
@@ -396,6 +432,18 @@ UPIPE_API upipe_status upi_threads_finish(upipe_ctx *c, upipe_comm *comm)
         UPIPE_TRY(upipe_comm_whole(c, comm));
         if (!upi_threads_await(me, seen, until)) UPIPE_TRY(upi_threads_late(c, comm, call));
     }
+}
+
+/* A call that waits for other ranks: for those of the world to see. */
+UPIPE_API upipe_status upi_threads_finish(upipe_ctx *c, upipe_comm *comm,
+                                          upipe_status (*call)(upipe_ctx *c, upipe_comm *comm))
+{
+    upi_threads_rank *me = &((upipe_threads *)comm->impl)->all[comm->rank];
+    upipe_status s;
+    __atomic_store_n(&me->waits, me->posted, __ATOMIC_RELEASE);
+    s = call(c, comm);
+    __atomic_store_n(&me->waits, 0, __ATOMIC_RELEASE);
+    return s;
 }
 
 /* After a failure: waits until no peer reads this rank's send buffers. None begins to, since the team is
@@ -413,14 +461,14 @@ UPIPE_API int upi_threads_unread(upi_threads_rank *me)
 UPIPE_API upipe_status upi_threads_wait(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
-    upipe_status s = upi_threads_finish(c, comm);
+    upipe_status s = upi_threads_finish(c, comm, upi_threads_transfer);
     if (s != UPIPE_OK && !upi_threads_unread(&team->all[comm->rank])) comm->quarantine = 1;
     return s;
 }
 
 /* ---- barrier, all-gather ---- */
 
-/* Publishes the post of upi_threads_next and waits until every rank has come to the same call. Once all have
+/* Waits until every rank has come to the call that this one has published. Once all have
  * come the call succeeds, even if the team is broken meanwhile: a rank that reads an all-gather first, and
  * aborts because of what it finds, must not keep the others from finding it. */
 UPIPE_API upipe_status upi_threads_meet(upipe_ctx *c, upipe_comm *comm)
@@ -428,7 +476,7 @@ UPIPE_API upipe_status upi_threads_meet(upipe_ctx *c, upipe_comm *comm)
     upipe_threads *team = (upipe_threads *)comm->impl;
     upi_threads_rank *me = &team->all[comm->rank];
     int64_t until = upi_net_until(comm->deadline);
-    uint64_t call = upi_threads_publish(team, me);
+    uint64_t call = me->posted;
     for (;;) {
         uint64_t seen = __atomic_load_n(&me->events, __ATOMIC_ACQUIRE);
         int r, missing = 0;
@@ -449,7 +497,8 @@ UPIPE_API upipe_status upi_threads_barrier(upipe_ctx *c, upipe_comm *comm)
     upipe_threads *team = (upipe_threads *)comm->impl;
     UPIPE_TRY(upipe_comm_whole(c, comm));
     upi_threads_next(&team->all[comm->rank])->kind = UPI_TEAM_BARRIER;
-    return upi_threads_meet(c, comm);
+    upi_threads_publish(team, &team->all[comm->rank]);
+    return upi_threads_finish(c, comm, upi_threads_meet);
 }
 
 UPIPE_API upipe_status upi_threads_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all,
@@ -463,7 +512,8 @@ UPIPE_API upipe_status upi_threads_all_gather(upipe_ctx *c, upipe_comm *comm, in
     post->kind = UPI_TEAM_ALL_GATHER;
     post->n = n;
     memcpy(post->values, mine, (size_t)n * sizeof *mine);
-    UPIPE_TRY(upi_threads_meet(c, comm));
+    upi_threads_publish(team, me);
+    UPIPE_TRY(upi_threads_finish(c, comm, upi_threads_meet));
     for (r = 0; r < team->ranks; ++r)
         memcpy(all + (size_t)r * (size_t)n, team->all[r].post[me->posted & 1].values,
                (size_t)n * sizeof *all);
@@ -480,6 +530,7 @@ UPIPE_API void upipe_threads_free(upipe_threads *team)
     int r;
     if (team == NULL || team->all == NULL) return;
     for (r = 0; r < team->ranks; ++r) {
+        upipe_comm_leave(&team->all[r].comm);
         pthread_cond_destroy(&team->all[r].wake);
         pthread_mutex_destroy(&team->all[r].lock);
     }
