@@ -253,11 +253,11 @@ static void test_refusals(void)
     REFUSED((g.a.mask.softcap = 1e30f, g.a.scale = 1e-12f), "out of all proportion");
     REFUSED((g.a.mask.softcap = 1e-39f, g.a.scale = 1), "out of all proportion");
     REFUSED((g.a.mask.softcap = 1e-20f, g.a.scale = 1e30f), "out of all proportion");
-    REFUSED(g.a.mask.cu_seqlens_n = 1, "1 packed sequences, cu_seqlens is NULL");
-    REFUSED(g.a.mask.cu_seqlens = good, "0 packed sequences, cu_seqlens is not NULL");
-    REFUSED((g.a.mask.cu_seqlens = good, g.a.mask.cu_seqlens_n = -1), "-1 packed sequences");
-    REFUSED((g.a.mask.cu_seqlens = descending, g.a.mask.cu_seqlens_n = 2), "packed sequence 1 is [8, 7)");
-    REFUSED((g.a.mask.cu_seqlens = far, g.a.mask.cu_seqlens_n = 1), "packed sequence 0");
+    REFUSED(g.a.mask.cu_seqlens_n = 1, "1 packed documents, cu_seqlens is NULL");
+    REFUSED(g.a.mask.cu_seqlens = good, "0 packed documents, cu_seqlens is not NULL");
+    REFUSED((g.a.mask.cu_seqlens = good, g.a.mask.cu_seqlens_n = -1), "-1 packed documents");
+    REFUSED((g.a.mask.cu_seqlens = descending, g.a.mask.cu_seqlens_n = 2), "packed document 1 is [8, 7)");
+    REFUSED((g.a.mask.cu_seqlens = far, g.a.mask.cu_seqlens_n = 1), "packed document 0");
 #undef REFUSED
     valid_call(&g, UPIPE_F32, block, work, need);
     g.dsinks = sinks;

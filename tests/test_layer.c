@@ -394,8 +394,8 @@ static void test_misuse(void)
     BAD("tile rows -1", bad.tile_rows = -1)
     BAD("a window of -1", bad.mask.window = -1)
     BAD("soft-cap -2", bad.mask.softcap = -2)
-    BAD("packed sequence 1 is [5, 3)", (bad.mask.cu_seqlens = cu_seqlens, bad.mask.cu_seqlens_n = 2))
-    BAD("2 packed sequences, cu_seqlens is NULL", bad.mask.cu_seqlens_n = 2)
+    BAD("packed document 1 is [5, 3)", (bad.mask.cu_seqlens = cu_seqlens, bad.mask.cu_seqlens_n = 2))
+    BAD("2 packed documents, cu_seqlens is NULL", bad.mask.cu_seqlens_n = 2)
     BAD("a plan for ring rank 1 of 2 on rank 0 of a ring of 1", bad.plan = &ring_plan)
 
     GOOD(upipe_layer_fwd(&c, &l, &save, x));

@@ -22,12 +22,12 @@ static double oracle_loss(linear *x)
 static void test_oracle(void)
 {
     static const int gradient[6] = {2, 3, 4, 5, 6, 7}; /* of q, k, v, g, beta, state */
-    const int64_t cu[] = {3, 9};
+    const int64_t cu[] = {0, 3, 9, 12};
     test_rng r = {3};
     for (int delta = 0; delta < 2; ++delta) {
         linear x = {.n = 12, .key_heads = 1, .heads = 2, .key_dim = 3, .value_dim = 2, .delta = delta};
         double *out[RESULTS + SIZES];
-        x.borders = (upipe_borders){cu, 1};
+        x.borders = (upipe_borders){cu, 3};
         draw(&x, &r, 0.3);
         oracle(&x, out);
         for (int i = 0; i < 5 + delta; ++i) {
@@ -152,7 +152,7 @@ static upipe_status pass_body(void *user, int rank)
 /* The pass has the bits of one rank where cuts are multiples of the chunk, for every number of ranks and heads of a stage. */
 static void test_pass(void)
 {
-    static const int64_t borders[] = {20, 64, 100, 140};
+    static const int64_t borders[] = {0, 20, 64, 100, 140, 192};
     test_rng r = {29};
     for (int i = 0; i < 8; ++i) {
         linear x = {.n = 192,
@@ -166,7 +166,7 @@ static void test_pass(void)
         upipe_err e;
         pass p = {.ops = cpu_table(), .x = &y, .tokens = 192, .stage_heads = i / 4 * 2};
         upipe_ctx c = {.ops = &p.ops};
-        if (i / 2 % 2) x.borders = (upipe_borders){borders, 3};
+        if (i / 2 % 2) x.borders = (upipe_borders){borders, 5};
         draw(&x, &r, 0.05);
         run(&x, &c, &x.n, 1);
         for (int ranks = 1; ranks <= 4; ++ranks) {

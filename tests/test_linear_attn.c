@@ -173,9 +173,10 @@ static void test_drawn(void)
         x.heads = x.key_heads * group;
         x.key_dim = dims[test_below(&r, 4)], x.value_dim = dims[test_below(&r, 4)];
         x.chunk = test_below(&r, 3) ? 1 + test_below(&r, 40) : 0;
-        for (int j = 0; j < 5; ++j) cu[j] = (j > 0 ? cu[j - 1] : 0) + test_below(&r, (int)x.n / 5);
+        for (int j = 0; j < 5; ++j) cu[j] = j > 0 ? cu[j - 1] + test_below(&r, (int)x.n / 5) : 0;
         if (i % 3 == 0) cu[1 + test_below(&r, 2)] = upipe_cut(x.n, w.ranks, w.ranks / 2);
         for (int j = 1; j < 5; ++j) cu[j] = cu[j] < cu[j - 1] ? cu[j - 1] : cu[j];
+        if (cu[4] < x.n) cu[4] = x.n;
         if (i % 3 < 2) x.borders = (upipe_borders){cu, 4};
         w.stage_heads = group * test_below(&r, x.key_heads + 1);
         w.carried = i % 4 > 0;

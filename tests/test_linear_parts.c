@@ -165,8 +165,9 @@ static void test_parts(void)
 /* The same bytes for all documents, and the same bits as without. */
 static void test_capacity(void)
 {
-    static const int64_t few[] = {0, 70}, many[] = {1, 2, 3, 40, 41, 90, 91, 92, 93, 149}, down[] = {3, 1};
-    static const upipe_borders borders[] = {{NULL, 0}, {few, 1}, {many, 9}};
+    static const int64_t few[] = {0, 70, 150}, many[] = {0, 1, 2, 3, 40, 41, 90, 91, 92, 93, 150},
+                         down[] = {3, 1};
+    static const upipe_borders borders[] = {{NULL, 0}, {few, 2}, {many, 10}};
     static bench q;
     static result one, two;
     int64_t capacity[N + 1];

@@ -358,6 +358,30 @@ MISTAKE(null_scan_states, return upipe_scan_fwd(&h->c, &h->team, &h->scan, NULL,
 MISTAKE(null_linear_save, return upipe_linear_layer_fwd(&h->c, &h->team, &h->lin, NULL, h->x, h->x, NULL))
 MISTAKE(null_linear, return upipe_linear_layer_fwd(&h->c, &h->team, NULL, &h->lin_save, h->x, h->x, NULL))
 
+static const int64_t uncovered[2][2] = {{0, TOKENS - 1}, {1, TOKENS}};
+
+static void leave_out(host *h, int end)
+{
+    h->l.mask.cu_seqlens = h->lin.borders.cu_seqlens = h->scan.borders.cu_seqlens = uncovered[end];
+    h->l.mask.cu_seqlens_n = h->lin.borders.cu_seqlens_n = h->scan.borders.cu_seqlens_n = 1;
+    h->f.layer.mask = h->q.mask = h->l.mask;
+}
+
+/* ---- documents that do not cover the tokens ---- */
+
+MISTAKE(uncovered_layer, leave_out(h, 0); return fwd(h))
+MISTAKE(uncovered_layer_begin, leave_out(h, 1); return fwd(h))
+MISTAKE(uncovered_bwd, h->l.mask.padded = 1; leave_out(h, 0); up_to_bwd(h); h->l.mask.padded = 0;
+        return bwd(h))
+MISTAKE(uncovered_qkv, leave_out(h, 0); return qkv_fwd(h))
+MISTAKE(uncovered_segments, leave_out(h, 1); return fpdt_fwd(h))
+MISTAKE(uncovered_linear, leave_out(h, 0); return linear_fwd(h))
+MISTAKE(uncovered_linear_begin, leave_out(h, 1); return linear_fwd(h))
+MISTAKE(uncovered_scan, leave_out(h, 1); return scanned_fwd(h))
+MISTAKE(uncovered_batch, upipe_plan_desc d = h->plan.desc; d.batch = 2; d.tokens = TOKENS / 2;
+        WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); h->l.mask.cu_seqlens = packed[0];
+        h->l.mask.cu_seqlens_n = 1; return fwd(h))
+
 /* ---- a plan that was changed ---- */
 
 MISTAKE(plan_heads, h->plan.desc.heads = 2 * HEADS; return fwd(h))
@@ -484,7 +508,18 @@ MISTAKE(zero_gather, h->z.stage = 1; h->z.first = NULL; return upipe_zero_weight
     {                             \
 #name, make_##name, words \
     }
+#define UNCOVERED "do not cover the tokens [0, 8)"
 static const mistake mistakes[] = {
+    ROW(uncovered_layer, UNCOVERED),
+    ROW(uncovered_layer_begin, UNCOVERED),
+    ROW(uncovered_bwd, UNCOVERED),
+    ROW(uncovered_qkv, UNCOVERED),
+    ROW(uncovered_segments, UNCOVERED),
+    ROW(uncovered_linear, UNCOVERED),
+    ROW(uncovered_linear_begin, UNCOVERED),
+    ROW(uncovered_scan, UNCOVERED),
+    ROW(uncovered_batch, UNCOVERED),
+
     ROW(zero_weights_whole, "weights is NULL"),
     ROW(zero_weights_gather, "weights is NULL"),
     ROW(zero_sum_null, "grads is NULL"),
@@ -661,6 +696,24 @@ static void test_table(void)
 
 /* ---- what is no mistake ---- */
 
+static void door_layer(host *h)
+{
+    up_to_bwd(h);
+    WELL(bwd(h));
+}
+
+static void door_qkv(host *h)
+{
+    WELL(qkv_fwd(h));
+    WELL(qkv_bwd(h));
+}
+
+static void door_segments(host *h)
+{
+    WELL(fpdt_fwd(h));
+    WELL(fpdt_bwd(h));
+}
+
 static void well_moved(host *h)
 {
     h->l.id = 3; /* its weights are gathered into other buffers for the backward */
@@ -720,6 +773,13 @@ static void well_segments(host *h)
     WELL(fpdt_bwd(h));
 }
 
+static void well_padded(host *h)
+{
+    h->l.mask.padded = 1;
+    leave_out(h, 0);
+    door_layer(h);
+}
+
 static void well_without_world(host *h)
 {
     const void *w = NULL;
@@ -743,8 +803,8 @@ typedef void well(host *h);
 
 static void test_well(void)
 {
-    static well *const cases[] = {well_moved,    well_own_structs,   well_copied,         well_recomputed,
-                                  well_segments, well_without_world, well_without_context};
+    static well *const cases[] = {well_padded,     well_moved,    well_own_structs,   well_copied,
+                                  well_recomputed, well_segments, well_without_world, well_without_context};
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
         host *h = host_begin();
@@ -754,24 +814,6 @@ static void test_well(void)
 }
 
 /* ---- blocks of the host's own ---- */
-
-static void door_layer(host *h)
-{
-    up_to_bwd(h);
-    WELL(bwd(h));
-}
-
-static void door_qkv(host *h)
-{
-    WELL(qkv_fwd(h));
-    WELL(qkv_bwd(h));
-}
-
-static void door_segments(host *h)
-{
-    WELL(fpdt_fwd(h));
-    WELL(fpdt_bwd(h));
-}
 
 /* A block of the host's has any use, and stays what it is: gradients are those of a pool without it. */
 static void test_blocks(void)

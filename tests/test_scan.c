@@ -309,7 +309,7 @@ static void run(world *w, double deadline, upipe_status (*body)(void *user, int 
 /* Ranks, rings, segments, stages and borders: on a rank's first token, inside a halo, empty documents, at both ends. */
 static void test_passes(world *w)
 {
-    static const int64_t inside[] = {0, 3, 11, 11, 30, 43}, at_ranks[] = {5, 14, 22, 29};
+    static const int64_t inside[] = {0, 3, 11, 11, 30, 43}, at_ranks[] = {0, 5, 14, 22, 29, 43};
     long draws = 0;
     for (int ranks = 1; ranks <= 4; ++ranks)
         for (int heads = 1; heads <= HEADS_MAX; heads += 2)
@@ -321,7 +321,7 @@ static void test_passes(world *w)
                     w->heads = heads;
                     w->stage_heads = stage_heads;
                     if (kind == 1) w->borders = (upipe_borders){inside, 5};
-                    if (kind == 2) w->borders = (upipe_borders){at_ranks, 3};
+                    if (kind == 2) w->borders = (upipe_borders){at_ranks, 5};
                     if (draws % 3 == 1) w->segments = SEGMENTS_MAX;
                     if (draws % 3 == 2 && ranks == 4) w->ring = 2;
                     draw(w, (uint64_t)++draws);

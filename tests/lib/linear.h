@@ -280,7 +280,8 @@ static inline void check_linear_drawn(upipe_ctx *c, int draws, int tokens, int c
         x.heads = x.key_heads * (1 + test_below(&r, 2));
         x.key_dim = dims[test_below(&r, 6)], x.value_dim = dims[test_below(&r, 6)];
         x.chunk = test_below(&r, 3) ? 1 + test_below(&r, chunk) : 0;
-        for (int j = 0; j < 6; ++j) cu[j] = j == 0 ? test_below(&r, 9) : cu[j - 1] + test_below(&r, 40);
+        for (int j = 0; j < 6; ++j) cu[j] = j == 0 ? 0 : cu[j - 1] + test_below(&r, 40);
+        if (cu[5] < x.n) cu[5] = x.n;
         if (i % 3 == 0) x.borders = (upipe_borders){cu, 5};
         for (int j = 0; j < 3; ++j)
             cuts[j] = j == 2 ? x.n : (j > 0 ? cuts[0] : 0) + test_below(&r, (int)x.n / 2 + 1);
@@ -371,7 +372,7 @@ enum { LINEAR_CUTS = 4 };
 
 static inline linear cut_shape(test_rng *r, int i, int key_heads)
 {
-    static const int64_t borders[] = {10, 33, 100, 171};
+    static const int64_t borders[] = {0, 10, 33, 100, 171};
     linear x = {.n = 171,
                 .key_heads = key_heads,
                 .heads = 2 * key_heads,
@@ -379,7 +380,7 @@ static inline linear cut_shape(test_rng *r, int i, int key_heads)
                 .value_dim = 40,
                 .chunk = 32,
                 .delta = i % 2};
-    if (i / 2) x.borders = (upipe_borders){borders, 3};
+    if (i / 2) x.borders = (upipe_borders){borders, 4};
     draw(&x, r, 0.05);
     return x;
 }

@@ -575,7 +575,8 @@ static inline void check_drawn(int draws)
         a.heads = a.key_heads * (1 + test_below(&r, 2));
         a.key_dim = dims[test_below(&r, 4)], a.value_dim = 2 + dims[test_below(&r, 4)];
         a.chunk = 1 + test_below(&r, 12);
-        for (int j = 0; j < 6; ++j) cu[j] = j == 0 ? test_below(&r, 3) : cu[j - 1] + test_below(&r, 7);
+        for (int j = 0; j < 6; ++j) cu[j] = j == 0 ? 0 : cu[j - 1] + test_below(&r, 7);
+        if (cu[5] < a.n) cu[5] = a.n;
         if (i % 2) a.borders = (upipe_borders){cu, 5};
         draw(&a, &r);
         a.stage_keys = test_below(&r, 3);
@@ -641,12 +642,12 @@ static inline layer large(test_rng *r, upipe_dtype t)
 /* Ranks, rings, segments and stages change no bit of y and dx; stages none of all. last: the last type. */
 static inline void check_bits(upipe_dtype last)
 {
-    static const int64_t borders[] = {20, 64, 100, 102, 140};
+    static const int64_t borders[] = {0, 20, 64, 100, 102, 140, 1000};
     test_rng r = {11};
     for (int t = UPIPE_F32; t <= (int)last; t += BRIEF ? (int)last : 1)
         for (int packed = 0; packed < 2; ++packed) {
             layer a = large(&r, (upipe_dtype)t), b;
-            if (packed) a.borders = (upipe_borders){borders, 4};
+            if (packed) a.borders = (upipe_borders){borders, 6};
             run(&a);
             for (int ranks = 1; ranks <= RANKS_MAX; ++ranks)
                 for (int way = 0; way < 3; ++way) {

@@ -31,23 +31,6 @@ UPIPE_API upipe_status upi_stage_given(upipe_ctx *c, const upipe_layer *l, const
     return upipe_given_same(&c->err, given, l->plan->seal, l->id, f, weights, n);
 }
 
-/* Packed documents cover all sequences of the batch, each of `tokens`, and none lies in two of them. */
-UPIPE_API upipe_status upi_check_documents(upipe_ctx *c, const upipe_layer *l, int64_t tokens)
-{
-    const upipe_borders borders = upipe_mask_borders(&l->mask);
-    const int64_t batch = l->plan->desc.batch;
-    int64_t at, begin, end;
-    if (borders.cu_seqlens == NULL) return UPIPE_OK;
-    if (!l->mask.padded) UPIPE_TRY(upipe_borders_cover(&c->err, &borders, 0, batch * tokens));
-    for (at = tokens; at < batch * tokens; at += tokens)
-        if (upipe_borders_at(&borders, at, &begin, &end) && begin < at)
-            return upipe_fail(
-                &c->err, UPIPE_ERR_ARG,
-                "packed document [%lld, %lld) lies in two sequences of the batch, of %lld tokens each",
-                (long long)begin, (long long)end, (long long)tokens);
-    return UPIPE_OK;
-}
-
 /* Compares the block with all ranks: everything but the data and the rows of a tile, which each rank may
  * choose. And a backward's with its forward's, upi_stage_given.
  *   tokens, segments  of the whole sequence in segments (the plan's tokens are one segment's); 0 without
@@ -57,6 +40,7 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
                                        upipe_given *given)
 {
     const upipe_plan_desc *d = &l->plan->desc;
+    const upipe_borders documents = upipe_mask_borders(&l->mask);
     const size_t borders = l->mask.cu_seqlens != NULL ? (size_t)(l->mask.cu_seqlens_n + 1) : 0;
     const uint64_t hash =
         upipe_hash_bytes(UPIPE_HASH, l->mask.cu_seqlens, borders * sizeof *l->mask.cu_seqlens);
@@ -65,7 +49,8 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     const uint64_t rates = upipe_hash_bytes(UPIPE_HASH, l->rope_rates, pairs * sizeof *l->rope_rates);
     upipe_fields f;
     f.n = 0;
-    UPIPE_TRY(upi_check_documents(c, l, tokens > 0 ? tokens : d->tokens));
+    if (!l->mask.padded)
+        UPIPE_TRY(upipe_borders_cover(&c->err, &documents, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
     upipe_field_int(&f, "tokens", d->tokens);
     upipe_field_int(&f, "tokens of all segments", tokens);
     upipe_field_int(&f, "segments", segments);
