@@ -571,8 +571,8 @@ UPIPE_API upipe_status upi_cuda_attn_bwd_any(upipe_ctx *c, const upipe_attn *cal
     return upi_cuda_attn_bwd_fitting<256, MASKED>(c, call, g);
 }
 
-/* Entry of the table. */
-UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+/* The backward but for the sinks' gradients, of a call without padding. */
+UPIPE_API upipe_status upi_cuda_attn_bwd_inside(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_attn *a = &g->a;
     const int masked = upi_cuda_attn_masked(a);
@@ -614,10 +614,17 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     }
     obstacle = upi_cuda_bwd90_obstacle(c, g);
     upi_cuda_attn_chosen(c, "backward", obstacle == NULL ? "9.0" : "8.0", obstacle);
-    if (obstacle == NULL)
-        UPIPE_TRY(upi_cuda_attn_bwd90(c, g, &x));
-    else
-        UPIPE_TRY(masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x));
+    if (obstacle == NULL) return upi_cuda_attn_bwd90(c, g, &x);
+    return masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x);
+}
+
+/* Entry of the table. */
+UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    const upipe_attn_grad inside = upi_cuda_attn_grad_inside(g);
+    UPIPE_TRY(upi_cuda_attn_check_masks(c, &g->a));
+    UPIPE_TRY(upi_cuda_attn_bwd_inside(c, &inside));
+    UPIPE_TRY(upi_cuda_attn_padding_bwd(c, g));
     return upi_cuda_attn_sink_bwd(c, g);
 }
 

@@ -122,9 +122,12 @@ UPI_DEVICE void upi_f32_dots(float s[UPI_F32_ROWS], const float *held, const flo
     }
 }
 
-/* sum[n] += the sum over the 32 passing rows of weight (that lane's) * their element lane + 32 n */
-template <int N> UPI_DEVICE void upi_f32_gather(float sum[N], float weight, const float *passing, int d)
+/* sum[n] += the sum over the 32 passing rows of weight (that lane's) * their element lane + 32 n, of rows that are
+ * seen: what is not may hold a NaN. */
+template <int N>
+UPI_DEVICE void upi_f32_gather(float sum[N], float weight, int seen, const float *passing, int d)
 {
+    const uint32_t those = __ballot_sync(0xffffffffu, seen);
     int lane = (int)(threadIdx.x % 32), j, n;
     float part[N];
     UPI_UNROLL
@@ -134,7 +137,8 @@ template <int N> UPI_DEVICE void upi_f32_gather(float sum[N], float weight, cons
         float w = __shfl_sync(0xffffffffu, weight, j);
         UPI_UNROLL
         for (n = 0; n < N; ++n)
-            if (lane + 32 * n < d) part[n] = fmaf(w, passing[j * (d | 1) + lane + 32 * n], part[n]);
+            if (those >> j & 1 && lane + 32 * n < d)
+                part[n] = fmaf(w, passing[j * (d | 1) + lane + 32 * n], part[n]);
     }
     UPI_UNROLL
     for (n = 0; n < N; ++n) sum[n] += part[n];
@@ -224,7 +228,7 @@ void upi_attn_f32_fwd(const upipe_attn a, const upi_f32_masks x)
             l[r] = fmaf(l[r], shrink, p); /* the lane's keys alone */
             UPI_UNROLL
             for (n = 0; n < N; ++n) o[r][n] *= shrink;
-            upi_f32_gather<N>(o[r], p, v, v_dim);
+            upi_f32_gather<N>(o[r], p, seen, v, v_dim);
         }
     }
     UPI_UNROLL
@@ -275,7 +279,7 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
             const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
             int seen = j + lane >= sees.first && j + lane < sees.end && lse[r] != -INFINITY;
             float p = seen ? expf(upi_f32_score(x, s[r]) - lse[r]) : 0.0f;
-            upi_f32_gather<N>(dq[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta[r]), k, d);
+            upi_f32_gather<N>(dq[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta[r]), seen, k, d);
         }
     }
     UPI_UNROLL
@@ -341,8 +345,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
                 int seen =
                     j < a.k.n && i + lane >= seen_by.first && i + lane < seen_by.end && lse != -INFINITY;
                 float p = seen ? expf(upi_f32_score(x, s[r]) - lse) : 0.0f;
-                upi_f32_gather<N>(dv[r], p, dout, v_dim);
-                upi_f32_gather<N>(dk[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta), q, d);
+                upi_f32_gather<N>(dv[r], p, seen, dout, v_dim);
+                upi_f32_gather<N>(dk[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta), seen, q, d);
             }
         }
     }
@@ -422,11 +426,11 @@ template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_bwd_n(upipe_ctx *c, co
         UPIPE_TRY(upi_cuda_attn_key_runs(c, a, (upi_cuda_attn_run *)x.keys));
     }
     UPIPE_TRY(UPI_LAUNCH(c, (upi_attn_f32_dq<N>), queries, UPI_F32_THREADS, shared, *g, x));
-    if (keys > 0) UPIPE_TRY(UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, x));
-    return upi_cuda_attn_sink_bwd(c, g);
+    if (keys == 0) return UPIPE_OK;
+    return UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, x);
 }
 
-/* The table's entry where q is f32; arguments are checked. */
+/* The table's entries where q is f32, but for the sinks' gradients; arguments are checked. */
 UPIPE_API upipe_status upi_cuda_attn_f32_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     const int columns = a->q.d > a->v.d ? a->q.d : a->v.d;
