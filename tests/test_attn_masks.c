@@ -162,6 +162,11 @@ static void test_one_key(void)
     }
 }
 
+static void test_saturated(void)
+{
+    for (int i = 0; i < 3; ++i) check_saturated(here.types[i], i == 1 ? 40 : 64);
+}
+
 /* ---- what is left out ---- */
 
 /* So the work is that of the mask, whatever the length; and a NaN shows where it is seen, and nowhere else. */
@@ -194,6 +199,7 @@ static void test_unit(int all)
     test_random(all ? all_draws() : 10);
     if (!all) return;
     test_alone();
+    test_saturated();
     check_parts(1, 40, 1);
     test_workers();
     check_wide_masks();
@@ -276,6 +282,7 @@ int main(int argc, char **argv)
     test_oracle();
     test_refusals();
     test_alone();
+    test_saturated();
     check_parts(1, 40, 1);
     test_workers();
     check_wide_masks();

@@ -157,6 +157,7 @@ int main(void)
         test_long();
         test_many_documents();
         test_one_key();
+        check_saturated(here.types[0], i == 0 ? 64 : 40);
         test_nan_apart();
         test_random();
         if (here.brief || (i == 1 && !test_full())) break;

@@ -63,6 +63,21 @@ static inline void check_low_scores(int d)
     buffers_free(mark);
 }
 
+/* All scores are near their soft-cap, where 1 - tanh^2 has no digits left: dq and dk have theirs. */
+static inline void check_saturated(upipe_dtype dtype, int d)
+{
+    const int mark = buffers_n;
+    oracle_attn t = shape(70, 150, 2, 1, d, 1, 90, 0);
+    test_rng r = {32};
+    values in = inputs_make(&t, dtype, &r, 1);
+    t.softcap = 1;
+    for (int64_t e = 0; e < q_count(&t); ++e) in.q[e] = 1;
+    for (int64_t e = 0; e < k_count(&t); ++e)
+        in.k[e] = naive_store(dtype, (float)(7 / sqrt((double)d) + 0.5 * test_normal(&r)));
+    check_case(&t, dtype, PACKED, &in);
+    buffers_free(mark);
+}
+
 /* Rows that lie some positions apart, as those of a striped ring: keys ahead of the queries by less than a
  * step, by one and by several, and behind them. */
 static inline void check_pos_steps(void)

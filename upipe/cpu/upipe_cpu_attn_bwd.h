@@ -104,10 +104,9 @@ UPI_INLINE void upi_attn_weight_grad(float *p, float *s, int capped, upi_fw unit
 {
     upi_fw score = upi_fw_load(p), grad = upi_fw_sub(upi_fw_load(s), delta);
     if (capped) {
-        const upi_fw one = upi_fw_set1(1);
-        score = upi_fw_tanh(upi_fw_mul(squash, score));
-        /* the slope of the soft-cap */
-        grad = upi_fw_mul(grad, upi_fw_mul(upi_fw_sub(one, score), upi_fw_add(one, score)));
+        score = upi_fw_mul(squash, score);
+        grad = upi_fw_mul(grad, upi_fw_tanh_slope(score));
+        score = upi_fw_tanh(score);
     }
     score = upi_fw_mul(unit, score);
     /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1 again */

@@ -246,10 +246,12 @@ UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const fl
         UPI_UNROLL
         for (int e = 0; e < 4; ++e) {
             const int at = j * 8 + lane % 4 * 2 + e % 2;
-            const float t = tanhf(s[j][e] * a.squash);
+            const float score = s[j][e] * a.squash;
+            float slope = a.slope;
+            const float t = upi_cuda_attn_tanh(score, &slope);
             const float p = upi_exp2(fmaf(t, a.scale, -lse[at]) * UPI_CUDA_ATTN_LOG2E);
-            s[j][e] = s[j][e] == -INFINITY ? 0 : p;
-            dp[j][e] = s[j][e] * (a.slope * (1 - t * t)) * (dp[j][e] - delta[at]);
+            s[j][e] = score == -INFINITY ? 0 : p;
+            dp[j][e] = s[j][e] * slope * (dp[j][e] - delta[at]);
         }
     }
 }

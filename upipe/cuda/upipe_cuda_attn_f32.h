@@ -71,17 +71,12 @@ UPI_DEVICE int64_t upi_f32_begin(int64_t first, int64_t end)
     return first < end ? first / UPI_F32_PASSING * UPI_F32_PASSING : end;
 }
 
-/* The score of a product, rounded before lse is subtracted: of the only key that a query sees the weight is then 1. */
-UPI_DEVICE float upi_f32_score(const upi_f32_masks &x, float product)
+/* The score of a product, rounded before lse is subtracted: of the only key that a query sees the weight is then 1.
+ * Multiplies *slope with that of the soft-cap. */
+UPI_DEVICE float upi_f32_score(const upi_f32_masks &x, float product, float *slope)
 {
-    return upi_product(x.scale, x.squash != 0 ? tanhf(upi_product(product, x.squash)) : product);
-}
-
-/* Its slope. */
-UPI_DEVICE float upi_f32_slope(const upi_f32_masks &x, float product)
-{
-    const float t = x.squash != 0 ? tanhf(product * x.squash) : 0;
-    return x.slope * (1 - t * t);
+    if (x.squash != 0) product = upi_cuda_attn_tanh(upi_product(product, x.squash), slope);
+    return upi_product(x.scale, product);
 }
 
 /* The rows held: [UPI_F32_HELD][d], zeros beyond the last row. */
@@ -221,7 +216,7 @@ void upi_attn_f32_fwd(const upipe_attn a, const upi_f32_masks x)
         for (r = 0; r < UPI_F32_ROWS; ++r) {
             const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
             int seen = j + lane >= sees.first && j + lane < sees.end;
-            float score = seen ? upi_f32_score(x, s[r]) : -INFINITY,
+            float slope = 1, score = seen ? upi_f32_score(x, s[r], &slope) : -INFINITY,
                   top = fmaxf(m[r], upi_f32_warp_max(score));
             float base = top > -INFINITY ? top : 0.0f, p = expf(score - base), shrink = expf(m[r] - base);
             m[r] = top;
@@ -278,8 +273,8 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
         for (r = 0; r < UPI_F32_ROWS; ++r) {
             const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
             int seen = j + lane >= sees.first && j + lane < sees.end && lse[r] != -INFINITY;
-            float p = seen ? expf(upi_f32_score(x, s[r]) - lse[r]) : 0.0f;
-            upi_f32_gather<N>(dq[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta[r]), seen, k, d);
+            float slope = x.slope, p = seen ? expf(upi_f32_score(x, s[r], &slope) - lse[r]) : 0.0f;
+            upi_f32_gather<N>(dq[r], p * slope * (dp[r] - delta[r]), seen, k, d);
         }
     }
     UPI_UNROLL
@@ -344,9 +339,9 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
                 const upi_f32_run seen_by = upi_f32_queries_of(a, x, j);
                 int seen =
                     j < a.k.n && i + lane >= seen_by.first && i + lane < seen_by.end && lse != -INFINITY;
-                float p = seen ? expf(upi_f32_score(x, s[r]) - lse) : 0.0f;
+                float slope = x.slope, p = seen ? expf(upi_f32_score(x, s[r], &slope) - lse) : 0.0f;
                 upi_f32_gather<N>(dv[r], p, seen, dout, v_dim);
-                upi_f32_gather<N>(dk[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta), seen, q, d);
+                upi_f32_gather<N>(dk[r], p * slope * (dp[r] - delta), seen, q, d);
             }
         }
     }

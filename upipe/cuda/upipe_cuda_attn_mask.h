@@ -75,6 +75,20 @@ UPI_DEVICE void upi_cuda_attn_add_sink(float sink, float score, float sum, float
     *lse = base + logf(both);
 }
 
+/* tanh x, as upi_fw_tanh, and *slope *= 1 - tanh^2, by e = exp(-2|x|): it loses no digits where tanh is near 1. */
+UPI_DEVICE float upi_cuda_attn_tanh(float x, float *slope)
+{
+    const float e = upi_exp2(fabsf(x) * -2.8853900817779268f), most = __fdividef(1, 1 + e), rest = e * most;
+    const float square = x * x;
+    float p = fmaf(1.762877250e-03f, square, -7.734463229e-03f);
+    *slope *= 4 * rest * most;
+    p = fmaf(p, square, 2.152135517e-02f);
+    p = fmaf(p, square, -5.391799249e-02f);
+    p = fmaf(p, square, 1.333306266e-01f);
+    p = fmaf(p, square, -3.333333094e-01f);
+    return fabsf(x) < 0.8f ? fmaf(p * square, x, x) : copysignf(most - rest, x);
+}
+
 /* ---- the tables ---- */
 
 /* One side's rows against the other's: row i sees the rows i - before to i + after, those of its packed
