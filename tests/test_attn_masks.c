@@ -162,22 +162,26 @@ static void test_one_key(void)
     }
 }
 
+static void test_saturated(void)
+{
+    for (int i = 0; i < 3; ++i) check_saturated(here.types[i], i == 1 ? 40 : 64);
+}
+
 /* ---- what is left out ---- */
 
-/* So the work is that of the mask, whatever the length. */
+/* So the work is that of the mask, whatever the length; and a NaN shows where it is seen, and nowhere else. */
 static void test_reach(void)
 {
-    const nan_reach plain = {UPI_ATTN_PANEL, UPI_ATTN_TILE, UPI_ATTN_PANEL, UPI_ATTN_TALL};
-    /* a unit takes whole steps of keys, and in the backward whole blocks */
-    const nan_reach unit = {UPI_ATTN_PANEL, UPI_BF16_STEP, UPI_ATTN_ROWS_BWD, UPI_ATTN_KEYS};
-    check_nan_reach(attn_unit != NULL ? &unit : &plain, attn_unit != NULL ? 2 : 6);
+    const nan_reach exact = {1, 1, 1, 1};
+    check_nan_reach(&exact, attn_unit != NULL ? 2 : 6);
+    check_nan_apart(1, 1);
 }
 
 static void test_far_keys(void)
 {
     oracle_attn t = shape(200, 4000, 2, 1, 64, 1, 2000, 0);
     t.window = 100;
-    check_far_keys(&t, attn_unit != NULL ? 2000 - 99 : (2000 - 99) / UPI_ATTN_TILE * UPI_ATTN_TILE, 2200);
+    check_far_keys(&t, 2000 - 99, 2200);
 }
 
 /* ---- what is refused ---- */
@@ -195,6 +199,7 @@ static void test_unit(int all)
     test_random(all ? all_draws() : 10);
     if (!all) return;
     test_alone();
+    test_saturated();
     check_parts(1, 40, 1);
     test_workers();
     check_wide_masks();
@@ -277,6 +282,7 @@ int main(int argc, char **argv)
     test_oracle();
     test_refusals();
     test_alone();
+    test_saturated();
     check_parts(1, 40, 1);
     test_workers();
     check_wide_masks();

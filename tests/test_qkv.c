@@ -1,6 +1,6 @@
 /* test_qkv -- attention of the host's own Q, K, V (upipe_qkv.h): refused exactly as documented, or right to the
  * tolerance rule, with peaks and bytes sent equal to the dry run's and the plan's, and bits equal to another
- * chunk's and another team's
+ * chunk's and another team's; NaNs in one packed sequence, or in padding, change no bit of another
  *
  * Draws are lib/draw.h's: random heads, ranks, rings, layouts and masks. Each also draws how the tensors lie: fused
  * [rows][3][H][d] or apart with gaps, in the storage type or wider, gradients in the place of what they are
@@ -231,7 +231,50 @@ static int compare(const run_case *t, const tensors *in, const float *sinks, con
     return s == UPIPE_OK;
 }
 
-static long legal, compared, in_place;
+/* ---- what is not a number ---- */
+
+/* Rows of one packed sequence, or (-1) of what lies outside of all, become x. */
+static void put_rows(const block_shape *s, int which, tensors *t, float x)
+{
+    const int64_t n = s->cu_seqlens_n, *cu = s->cu_seqlens;
+    for (int i = 0; i <= DOUT; ++i) {
+        const int64_t w = width(s, i);
+        for (int64_t e = 0; i != O && e < count(s, i); ++e) {
+            const int64_t at = e / w;
+            if (which < 0 ? at < cu[0] || at >= cu[n] : at >= cu[which] && at < cu[which + 1])
+                t->at[i][e] = x;
+        }
+    }
+}
+
+/* NaNs in one packed sequence, or in padding, change no bit of the others. */
+static void nan_apart(const run_case *t, lie how, const tensors *in, const float *sinks, int which)
+{
+    const block_shape *s = &t->shape;
+    tensors bad, of[2];
+    upipe_plan plan;
+    upipe_err err;
+    tensors_make(s, &bad);
+    for (int i = 0; i <= DOUT; ++i) memcpy(bad.at[i], in->at[i], (size_t)count(s, i) * 4);
+    for (int run_of = 0; run_of < 2; ++run_of) {
+        put_rows(s, which, &bad, run_of == 0 ? 0 : NAN);
+        tensors_make(s, &of[run_of]);
+        CHECK_STATUS(run(t, how, &bad, sinks, &of[run_of], &plan, &err), UPIPE_OK, err);
+        for (int i = O; i < TENSORS && which >= 0; ++i) { /* its own rows may hold anything */
+            const int64_t w = width(s, i);
+            if (i != DOUT)
+                memset(of[run_of].at[i] + s->cu_seqlens[which] * w, 0,
+                       (size_t)((s->cu_seqlens[which + 1] - s->cu_seqlens[which]) * w) * 4);
+        }
+    }
+    for (int i = O; i < TENSORS; ++i)
+        if (i != DOUT && (run_same_chains(&plan) || (i != DK && i != DV)))
+            CHECK_SAY(memcmp(of[0].at[i], of[1].at[i], (size_t)count(s, i) * 4) == 0, "NaNs in %d reach %s",
+                      which, names[i]);
+    if (which < 0) CHECK_BYTES(of[0].dsinks, of[1].dsinks, (size_t)s->h * 4);
+}
+
+static long legal, compared, in_place, apart;
 
 static void one_draw(long seed)
 {
@@ -264,6 +307,10 @@ static void one_draw(long seed)
         check_oracle(&d.t.shape, &in, sinks, 0, &out);
         if (seed % 2 == 0 && d.t.shape.dtype == UPIPE_F32)
             compared += compare(&d.t, &in, sinks, &out, &plan, seed % 4 == 0);
+        if (d.t.shape.cu_seqlens != NULL) {
+            ++apart;
+            nan_apart(&d.t, how, &in, sinks, test_below(&rng, (int)d.t.shape.cu_seqlens_n + 1) - 1);
+        }
     }
     buffers_free(0);
     if (test_failures != failures) say_replay(&d.t, seed);
@@ -383,12 +430,13 @@ int main(void)
     TEST(packs());
     for (; test_draws_more(&draws); ++draws.done) one_draw(draws.seed + draws.done);
     test_draws_end(&draws);
-    printf("%ld legal, %ld of them with gradients in place, bits of %ld compared\n", legal, in_place,
-           compared);
+    printf("%ld legal, %ld of them with gradients in place, bits of %ld compared, NaNs in %ld\n", legal,
+           in_place, compared, apart);
     if (draws.done >= 100) {
         CHECK_SAY(legal * 3 > draws.done, "only %ld of %ld draws were legal", legal, draws.done);
         CHECK_SAY(compared * 8 > legal, "bits of only %ld of %ld were compared", compared, legal);
         CHECK_SAY(in_place * 6 > legal, "only %ld of %ld in place", in_place, legal);
+        CHECK_SAY(apart * 16 > legal, "NaNs in only %ld of %ld", apart, legal);
     }
     return test_end("qkv");
 }

@@ -25,7 +25,7 @@
 /* upipe_mask -- the mask of an attention call, a layer or a ring; zero fields mask nothing
  *   window      a query at position p sees no position below p - window + 1; 0 = no limit
  *   cu_seqlens  packed documents, as in upipe_borders. A query sees its own document alone; a query outside of all of
- *               them sees nothing. NULL = none. Host memory
+ *               them sees nothing, and all rows there may hold NaNs. NULL = none. Host memory
  *   padded      nonzero: tokens outside of all documents are padding. Else the calls that know the whole sequence, those
  *               of a layer, of Q, K and V, and of segments, refuse documents that do not cover it
  *   sinks       f32 [H], where the backend computes: one more score a head, whose value is 0; NULL = none
@@ -158,6 +158,23 @@ UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first
     }
     *end = upipe_clamp(to, 0, n);
     *first = upipe_clamp(from, 0, *end);
+}
+
+typedef struct upipe_attn_rows {
+    int64_t first, end;
+} upipe_attn_rows;
+
+/* Which of the n rows of q or k, whose first position is pos, lie inside the borders of packed sequences: the others
+ * are padding, which neither sees nor is seen. All where there are no borders. */
+UPIPE_API upipe_attn_rows upipe_attn_inside(const upipe_attn *a, int64_t pos, int64_t n)
+{
+    const upipe_mask *m = &a->mask;
+    const int64_t step = a->pos_step > 0 ? a->pos_step : 1;
+    upipe_attn_rows x = {0, n};
+    if (m->cu_seqlens == NULL) return x;
+    x.end = upipe_clamp(-upipe_floor_div(pos - m->cu_seqlens[m->cu_seqlens_n], step), 0, n);
+    x.first = upipe_clamp(-upipe_floor_div(pos - m->cu_seqlens[0], step), 0, x.end);
+    return x;
 }
 
 /* upipe_attn_sees -- whether any of a call's queries may see any of its keys */

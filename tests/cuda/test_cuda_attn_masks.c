@@ -107,11 +107,20 @@ static void test_far_keys(void)
     }
 }
 
-/* What the kernels take of rows and keys at once, at most: for 9.0, and for others 128 of each. */
+/* What the kernels take of rows and keys at once, at most: for 9.0, for others 128 of each, and in f32 one. */
 static void test_nan_reach(void)
 {
-    static const nan_reach reach = {128, 128, 128, 128}, reach90 = {192, 128, 192, 128};
-    check_nan_reach(dev.cuda.capability / 10 == 9 ? &reach90 : &reach, 1);
+    static const nan_reach reach = {128, 128, 128, 128}, reach90 = {192, 128, 192, 128}, exact = {1, 1, 1, 1};
+    check_nan_reach(here.types[0] == UPIPE_F32      ? &exact
+                    : dev.cuda.capability / 10 == 9 ? &reach90
+                                                    : &reach,
+                    1);
+}
+
+/* Padding is not read. In f32 a NaN shows where it is seen, and nowhere else. */
+static void test_nan_apart(void)
+{
+    check_nan_apart(here.types[0] == UPIPE_F32, test_full() ? 1 : 3);
 }
 
 /* Packed sequences of whole tiles: what is NaN in one does not show in another, in either direction. */
@@ -148,6 +157,8 @@ int main(void)
         test_long();
         test_many_documents();
         test_one_key();
+        check_saturated(here.types[0], i == 0 ? 64 : 40);
+        test_nan_apart();
         test_random();
         if (here.brief || (i == 1 && !test_full())) break;
         check_wide_masks();

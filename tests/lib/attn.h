@@ -180,6 +180,7 @@ static inline void check_sinks(const oracle_attn *t, const float *lse, const flo
     for (int x = 0; x < t->h; ++x) {
         double sum = 0, size = fabs((double)start[x]);
         for (int64_t i = 0; i < t->sq && !isinf(t->sinks[x]); ++i) {
+            if (oracle_outside(t, i)) continue;
             double term = exp((double)t->sinks[x] - (double)lse[i * t->h + x]) * (double)delta[i * t->h + x];
             sum -= term;
             size += fabs(term);

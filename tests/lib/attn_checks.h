@@ -63,6 +63,21 @@ static inline void check_low_scores(int d)
     buffers_free(mark);
 }
 
+/* All scores are near their soft-cap, where 1 - tanh^2 has no digits left: dq and dk have theirs. */
+static inline void check_saturated(upipe_dtype dtype, int d)
+{
+    const int mark = buffers_n;
+    oracle_attn t = shape(70, 150, 2, 1, d, 1, 90, 0);
+    test_rng r = {32};
+    values in = inputs_make(&t, dtype, &r, 1);
+    t.softcap = 1;
+    for (int64_t e = 0; e < q_count(&t); ++e) in.q[e] = 1;
+    for (int64_t e = 0; e < k_count(&t); ++e)
+        in.k[e] = naive_store(dtype, (float)(7 / sqrt((double)d) + 0.5 * test_normal(&r)));
+    check_case(&t, dtype, PACKED, &in);
+    buffers_free(mark);
+}
+
 /* Rows that lie some positions apart, as those of a striped ring: keys ahead of the queries by less than a
  * step, by one and by several, and behind them. */
 static inline void check_pos_steps(void)
@@ -312,6 +327,58 @@ static inline void check_nan(int d_one, int d_row)
         }
         for (int64_t i = 0; i < 70 * d; ++i)
             CHECK(isnan(out.dk[i]) || (t.causal && i / d > 47)); /* what row 17 saw */
+        buffers_free(mark);
+    }
+}
+
+/* Rows with NaNs change no row that does not see them, or is not seen by them, to the bit: they are as if zeros were
+ * there. Padding, before and behind all packed sequences; and, where `documents`, a whole sequence, or a NaN or an
+ * infinity alone in q, dO, k or v of it, where others share its tiles. step: of so many cases one. */
+static inline void check_nan_apart(int documents, int step)
+{
+    enum { N = 211, FIRST = 25, FROM = FIRST + 51, TO = FIRST + 97, END = FIRST + 160 };
+    static const int64_t cu_seqlens[] = {0, FROM - FIRST, TO - FIRST, TO - FIRST, 140, END - FIRST};
+    static const float sinks[] = {0.5f, -2};
+    test_rng r = {31};
+    for (int round = 0; round < (documents ? 28 : 8); round += step) {
+        const int mark = buffers_n, which = round < 8 ? 0 : 1 + round % 5, layout = round % ATTN_LAYOUTS;
+        const upipe_dtype dtype = here.types[round % 3];
+        const long failed = test_failures;
+        oracle_attn t = shape(N, N, 2, 1, round & 2 ? 64 : 40, round & 1, -FIRST, -FIRST);
+        values in = inputs_make(&t, dtype, &r, 1), bad = values_make(&t), out = values_make(&t),
+               got = values_make(&t);
+        float *const inputs[][2] = {{in.q, bad.q}, {in.dout, bad.dout}, {in.k, bad.k}, {in.v, bad.v}};
+        float *const results[][2] = {
+            {out.o, got.o}, {out.lse, got.lse}, {out.dq, got.dq}, {out.dk, got.dk}, {out.dv, got.dv}};
+        const int rows[] = {t.h * t.d, t.h, t.h * t.d, t.d, t.d};
+        int64_t e, shown = 0;
+        t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = COUNT_OF(cu_seqlens) - 1;
+        if (round & 4) t.window = 30;
+        if (round & 2) t.softcap = 5;
+        if (which == 0 && round % 3 == 0) t.sinks = sinks;
+        for (int x = 0; x < 4; ++x) {
+            const int row = x < 2 ? t.h * t.d : t.d;
+            const int64_t one = row * (FROM + test_below(&r, TO - FROM)) + 7;
+            for (e = 0; e < N * row; ++e) {
+                const int64_t i = e / row;
+                const int hit = which == 0   ? i < FIRST || i >= END
+                                : which == 1 ? i >= FROM && i < TO
+                                             : which == x + 2 && e == one;
+                if (hit) inputs[x][0][e] = 0;
+                inputs[x][1][e] = !hit ? inputs[x][0][e] : which > 1 && round & 1 ? INFINITY : NAN;
+            }
+        }
+        run_kernels(&t, dtype, layout, t.h, &in, &out);
+        run_kernels(&t, dtype, layout, t.h, &bad, &got);
+        for (int x = 0; x < 5 && which > 0; ++x) /* in the sequence itself they show */
+            for (e = FROM * rows[x]; e < TO * rows[x]; ++e) {
+                shown += !isfinite(results[x][1][e]);
+                results[x][0][e] = results[x][1][e] = 0;
+            }
+        CHECK((shown > 0) == (which > 0));
+        check_same(&t, &out, &got);
+        if (test_failures != failed)
+            fprintf(stderr, "  round %d, NaNs in %d\n", round, which), say_case(&t, dtype, layout);
         buffers_free(mark);
     }
 }

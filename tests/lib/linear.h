@@ -274,15 +274,14 @@ static inline void check_linear_drawn(upipe_ctx *c, int draws, int tokens, int c
         static const int dims[] = {1, 7, 16, 24, 40, 64};
         static const double gates[] = {1e-4, 0.02, 0.5, 5};
         linear x = {.n = 1 + test_below(&r, tokens), .delta = i % 2};
-        int64_t cu[6], cuts[3];
+        int64_t cu[8] = {-1, [7] = 1000}, cuts[3]; /* the first document began before, the last one goes on */
         char what[100];
         x.key_heads = 1 + test_below(&r, 2);
         x.heads = x.key_heads * (1 + test_below(&r, 2));
         x.key_dim = dims[test_below(&r, 6)], x.value_dim = dims[test_below(&r, 6)];
         x.chunk = test_below(&r, 3) ? 1 + test_below(&r, chunk) : 0;
-        for (int j = 0; j < 6; ++j) cu[j] = j == 0 ? 0 : cu[j - 1] + test_below(&r, 40);
-        if (cu[5] < x.n) cu[5] = x.n;
-        if (i % 3 == 0) x.borders = (upipe_borders){cu, 5};
+        for (int j = 0; j < 6; ++j) cu[1 + j] = j == 0 ? test_below(&r, 9) : cu[j] + test_below(&r, 40);
+        if (i % 3 == 0) x.borders = (upipe_borders){cu, 7};
         for (int j = 0; j < 3; ++j)
             cuts[j] = j == 2 ? x.n : (j > 0 ? cuts[0] : 0) + test_below(&r, (int)x.n / 2 + 1);
         draw(&x, &r, gates[i % 4]);
@@ -372,7 +371,7 @@ enum { LINEAR_CUTS = 4 };
 
 static inline linear cut_shape(test_rng *r, int i, int key_heads)
 {
-    static const int64_t borders[] = {0, 10, 33, 100, 171};
+    static const int64_t borders[] = {-1, 10, 33, 100, 171};
     linear x = {.n = 171,
                 .key_heads = key_heads,
                 .heads = 2 * key_heads,

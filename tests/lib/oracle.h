@@ -65,6 +65,13 @@ UNWATCHED static inline int oracle_visible(const oracle_attn *t, int64_t i, int6
     return 0;
 }
 
+/* Does query i lie outside of all packed sequences? */
+UNWATCHED static inline int oracle_outside(const oracle_attn *t, int64_t i)
+{
+    const int64_t at = t->q_pos + i * (t->pos_step != 0 ? t->pos_step : 1);
+    return t->cu_seqlens != NULL && (at < t->cu_seqlens[0] || at >= t->cu_seqlens[t->cu_seqlens_n]);
+}
+
 /* First element of row i of head x of q, or of o. */
 UNWATCHED static inline int64_t oracle_q_row(const oracle_attn *t, int64_t i, int x)
 {

@@ -18,8 +18,9 @@
  *
  * Each lane sees one run of keys (upipe_attn_visible). Blocks of keys that a block of queries doesn't see are
  * skipped, and so are tiles of a block that a whole panel doesn't see. A key that single lanes don't see has
- * exactly the weight 0 there, which a NaN survives (docs/numerics.md, "NaNs"). Only keys at the end of a run are
- * masked at all.
+ * exactly the weight 0 there. Only keys at the end of a run are masked at all. Where what is multiplied with weights
+ * holds a NaN or an infinity, which weights of 0 don't hide, sums are taken of what is seen alone
+ * (upi_attn_weigh_seen), in the same order: with the same bits, and slower.
  *
  * upipe_cpu_attn_fwd.h and upipe_cpu_attn_bwd.h are the kernels.
  */
@@ -163,6 +164,30 @@ UPI_CPU_KERNEL void upi_attn_pack_keys(float *out, const void *rows, upipe_dtype
                                        int64_t stride, int count, int d)
 {
     UPI_BY_TYPE(upi_attn_pack_keys_of, dtype, out, rows, first, stride, count, d);
+}
+
+/* Are `count` elements of each of so many rows, a multiple of four, finite? */
+UPI_CPU_KERNEL int upi_attn_finite(const float *x, int64_t stride, int rows, int count)
+{
+    const upi_f8 zero = upi_f8_zero();
+    /* of products with 0: NaN where an element is not finite. Four chains hide their latency. */
+    upi_f8 sums[4] = {zero, zero, zero, zero};
+    float lanes[UPI_LANES], sum = 0;
+    int k, i;
+    for (; rows > 0; rows -= 4, x += 4 * stride)
+        for (k = 0; k < count; k += UPI_LANES) {
+            UPI_CPU_UNROLL
+            for (i = 0; i < 4; ++i) sums[i] = upi_f8_fma(upi_f8_load(x + i * stride + k), zero, sums[i]);
+        }
+    upi_f8_store(lanes, upi_f8_add(upi_f8_add(sums[0], sums[1]), upi_f8_add(sums[2], sums[3])));
+    for (i = 0; i < UPI_LANES; ++i) sum += lanes[i];
+    return sum == 0;
+}
+
+/* Of a block of `count` copied keys. */
+UPI_INLINE int upi_attn_keys_finite(const float *rows, int count, int d)
+{
+    return upi_attn_finite(rows, d + UPI_ATTN_PAD, (count + 3) / 4 * 4, d);
 }
 
 /* ---- register tiles, summed over `depth`; tile and vectors are constant after inlining ----
@@ -354,15 +379,6 @@ UPI_CPU_KERNEL void upi_attn_weigh_uneven(int d, const int *keys, const float *r
         upi_attn_weigh_tile(1, d, keys, rows + c, weights, out + c * UPI_ATTN_PANEL, fold);
 }
 
-UPI_INLINE void upi_attn_weigh(int d, const int *keys, const float *rows, const float *weights, float *out,
-                               const float *fold)
-{
-    if (keys[0] == keys[UPI_ATTN_VECTORS - 1])
-        upi_attn_weigh_even(d, keys, rows, weights, out, fold);
-    else
-        upi_attn_weigh_uneven(d, keys, rows, weights, out, fold);
-}
-
 /* A section ends: totals[d][panel] = fold[panel] * totals + sums, and sums begin again. */
 UPI_CPU_KERNEL void upi_attn_end_section(int d, const float *fold, float *__restrict totals,
                                          float *__restrict sums)
@@ -466,6 +482,36 @@ UPI_INLINE upi_fw upi_attn_hide(upi_fw x, const upi_attn_part *part, int v, int 
     /* low <= j, and high >= j + 1 */
     x = upi_fw_select(upi_fw_equal(upi_fw_min(low, upi_fw_set1((float)j)), low), x, hidden);
     return upi_fw_select(upi_fw_equal(upi_fw_max(high, upi_fw_set1((float)(j + 1))), high), x, hidden);
+}
+
+/* As upi_attn_weigh_even and _uneven, of rows that a lane sees alone. */
+UPI_CPU_KERNEL void upi_attn_weigh_seen(int d, const upi_attn_part *part, const float *rows,
+                                        const float *weights, float *out, const float *fold)
+{
+    int c, j, v;
+    for (c = 0; c < d; ++c, out += UPI_ATTN_PANEL)
+        for (v = 0; v < UPI_ATTN_PANEL; v += UPI_WIDE) {
+            upi_fw sum = upi_fw_zero();
+            for (j = 0; j < part->seen[v / UPI_WIDE]; ++j) {
+                upi_fw more = sum;
+                upi_fw_accumulate(&more, upi_fw_broadcast(rows + j * (d + UPI_ATTN_PAD) + c),
+                                  upi_fw_load(weights + j * UPI_ATTN_PANEL + v));
+                sum = part->masked ? upi_attn_hide(more, part, v / UPI_WIDE, j, sum) : more;
+            }
+            upi_fw_store(out + v, upi_fw_fma(upi_fw_load(fold + v), upi_fw_load(out + v), sum));
+        }
+}
+
+/* out[d][panel] = fold[panel] * out + rows^T . weights, for the rows of a part; finite: rows are. */
+UPI_INLINE void upi_attn_weigh(int finite, int d, const upi_attn_part *part, const float *rows,
+                               const float *weights, float *out, const float *fold)
+{
+    if (!finite)
+        upi_attn_weigh_seen(d, part, rows, weights, out, fold);
+    else if (part->seen[0] == part->seen[UPI_ATTN_VECTORS - 1])
+        upi_attn_weigh_even(d, part->seen, rows, weights, out, fold);
+    else
+        upi_attn_weigh_uneven(d, part->seen, rows, weights, out, fold);
 }
 
 UPI_KERNELS_END

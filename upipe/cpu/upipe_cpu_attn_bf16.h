@@ -16,7 +16,8 @@
  *     dv[key][d]       += P^T[key][rows] . pairs of dO[rows][d]         all rows of a block; dk the same
  *
  * Steps of the instructions are counted from a block's first key, and from its first query: a step of which a
- * panel sees nothing adds exactly nothing, and is left out.
+ * panel sees nothing adds exactly nothing, and is left out. What is weighed has zeros where it is not finite, as weights
+ * of 0 don't hide that; behind the product it is added to the sums that see it (upi_attn_bf16_add_cleaned).
  */
 #ifndef UPIPE_CPU_ATTN_BF16_H
 #define UPIPE_CPU_ATTN_BF16_H
@@ -73,24 +74,44 @@ UPI_INLINE void upi_attn_bf16_pack_keys(uint32_t *to, const void *from, int64_t 
                   1, keys, upi_attn_bf16_tiles(keys), d);
 }
 
-/* and turned: [d][key / 2 + pad]. The first `unseen` keys are zeros, as those behind the last one are: what no
- * row of the block sees may be a NaN. */
-UPI_INLINE void upi_attn_bf16_turn_keys(uint32_t *to, const void *from, int64_t k0, int64_t stride,
-                                        int unseen, int keys, int d)
+/* Is bf16 number `half` of a pair finite? */
+UPI_INLINE int upi_attn_bf16_finite(uint32_t pair, int half)
 {
-    int c;
-    upi_bf16_pack(to, UPI_ATTN_BF16_KEY_STEP, 1, (const uint16_t *)from + k0 * stride, 1, stride, d,
-                  upi_attn_bf16_tiles(d), keys);
-    for (c = 0; c < d && unseen > 0; ++c)
-        memset(to + c * UPI_ATTN_BF16_KEY_STEP, 0, (size_t)unseen * sizeof(uint16_t));
+    return (pair >> 16 * half & 0x7f80) != 0x7f80;
 }
 
-/* A block of queries as the depth: [row / 2][d]. */
-UPI_INLINE void upi_attn_bf16_pack_rows(uint32_t *to, const void *from, int64_t q0, int64_t stride, int rows,
-                                        int d)
+/* Puts zeros in the place of infinities and NaNs in `rows` rows of so many words; returns whether there were none. */
+UPI_CPU_KERNEL int upi_attn_bf16_clean(uint32_t *to, int64_t stride, int rows, int words)
 {
-    upi_bf16_pack(to, 1, upi_attn_bf16_tiles(d), (const uint16_t *)from + q0 * stride, 1, stride, d,
-                  upi_attn_bf16_tiles(d), rows);
+    int all = 1, i, w;
+    for (i = 0; i < rows; ++i, to += stride) {
+        int finite = 1;
+        for (w = 0; w < words; ++w) finite &= upi_attn_bf16_finite(to[w], 0) & upi_attn_bf16_finite(to[w], 1);
+        for (w = 0; w < words && !finite; ++w) {
+            if (!upi_attn_bf16_finite(to[w], 0)) to[w] &= 0xffff0000u;
+            if (!upi_attn_bf16_finite(to[w], 1)) to[w] &= 0xffff;
+        }
+        all &= finite;
+    }
+    return all;
+}
+
+/* and turned: [d][key / 2 + pad]; cleaned, and whether that changed nothing. */
+UPI_INLINE int upi_attn_bf16_turn_keys(uint32_t *to, const void *from, int64_t k0, int64_t stride, int keys,
+                                       int d)
+{
+    upi_bf16_pack(to, UPI_ATTN_BF16_KEY_STEP, 1, (const uint16_t *)from + k0 * stride, 1, stride, d,
+                  upi_attn_bf16_tiles(d), keys);
+    return upi_attn_bf16_clean(to, UPI_ATTN_BF16_KEY_STEP, d, (int)upi_bf16_up(keys, UPI_BF16_STEP) / 2);
+}
+
+/* A block of queries as the depth: [row / 2][d]; the same. */
+UPI_INLINE int upi_attn_bf16_pack_rows(uint32_t *to, const void *from, int64_t q0, int64_t stride, int rows,
+                                       int d)
+{
+    const int tiles = upi_attn_bf16_tiles(d);
+    upi_bf16_pack(to, 1, tiles, (const uint16_t *)from + q0 * stride, 1, stride, d, tiles, rows);
+    return upi_attn_bf16_clean(to, tiles, (int)upi_bf16_up(rows, UPI_BF16_STEP) / 2, tiles);
 }
 
 /* Row j of a block of keys, vector v: zeros where that vector sees none of it. */
@@ -194,6 +215,48 @@ UPI_CPU_KERNEL void upi_attn_bf16_add_grad(const upi_bf16_unit *unit, int d, int
     }
 }
 
+/* What was cleaned away of a row of d elements goes to the sums first .. end - 1, which see the row: to element c of
+ * sum i, out[i * sum_step + c * column_step]. Its weight is number `half` of the pair weights[i * weight_step]. */
+UPI_INLINE void upi_attn_bf16_add_cleaned(const uint16_t *row, int d, int first, int end,
+                                          const uint32_t *weights, int64_t weight_step, int half, float *out,
+                                          int64_t sum_step, int64_t column_step)
+{
+    int c, i;
+    for (c = 0; c < d; ++c)
+        for (i = first; i < end && !upi_attn_bf16_finite(row[c], 0); ++i)
+            out[i * sum_step + c * column_step] +=
+                upipe_bf16_to_f32((uint16_t)(weights[i * weight_step] >> 16 * half)) *
+                upipe_bf16_to_f32(row[c]);
+}
+
+/* Behind upi_attn_bf16_weigh, of the part of a block of keys that a panel sees: rows `from` from k0 on; lanes: the
+ * panel's. */
+UPI_CPU_KERNEL void upi_attn_bf16_weigh_cleaned(int d, const upi_attn_part *part, const uint16_t *from,
+                                                int64_t stride, const int64_t *lanes_first,
+                                                const int64_t *lanes_end, int64_t k0, const uint32_t *pairs,
+                                                float *out)
+{
+    int j, first, end;
+    for (j = part->from; j < part->from + part->count; ++j) {
+        for (first = 0; first < UPI_ATTN_PANEL && lanes_end[first] <= k0 + j; ++first) continue;
+        for (end = first; end < UPI_ATTN_PANEL && lanes_first[end] <= k0 + j; ++end) continue;
+        upi_attn_bf16_add_cleaned(from + (k0 + j) * stride, d, first, end, pairs + j / 2 * UPI_ATTN_PANEL, 1,
+                                  j % 2, out, 1, UPI_ATTN_PANEL);
+    }
+}
+
+/* Behind upi_attn_bf16_add_grad, of `rows` queries: rows `from`. What is not finite needs no factor. */
+UPI_CPU_KERNEL void upi_attn_bf16_add_grad_cleaned(int d, int keys, int rows, const uint16_t *from,
+                                                   int64_t stride, upi_attn_lanes lanes, int64_t k0,
+                                                   const uint32_t *weights, float *grad, int64_t grad_stride)
+{
+    int i;
+    for (i = 0; i < rows; ++i)
+        upi_attn_bf16_add_cleaned(from + i * stride, d, (int)upipe_clamp(lanes.first[i] - k0, 0, keys),
+                                  (int)upipe_clamp(lanes.end[i] - k0, 0, keys), weights + i / 2,
+                                  UPI_ATTN_BF16_ROW_STEP, i % 2, grad, grad_stride, 1);
+}
+
 /* ---- forward ---- */
 
 typedef struct upi_attn_bf16_fwd_work {
@@ -216,13 +279,13 @@ UPI_INLINE size_t upi_attn_bf16_fwd_layout(upi_attn_bf16_fwd_work *w, float *bas
     return used;
 }
 
-/* As upi_attn_fwd_panel. */
+/* As upi_attn_fwd_panel; its rows are block rows from `lane` on, and k0 is the block's first key. */
 UPI_INLINE void upi_attn_bf16_fwd_panel(const upi_bf16_unit *unit, const upi_attn_bf16_fwd_work *w,
                                         const upi_attn_head *a, float rate, int panel,
-                                        const upi_attn_part *part)
+                                        const upi_attn_part *part, int finite, int lane, int64_t k0)
 {
     float *p = w->f32.p + part->from * UPI_ATTN_PANEL, *top = w->f32.top + panel * UPI_ATTN_PANEL;
-    float old[UPI_ATTN_PANEL], fold[UPI_ATTN_PANEL];
+    float *o = w->f32.o + panel * UPI_ATTN_PANEL * a->v_dim, old[UPI_ATTN_PANEL], fold[UPI_ATTN_PANEL];
     memcpy(old, top, sizeof old);
     upi_attn_bf16_scores(unit, a->d, part, w->k, w->q + panel * UPI_ATTN_PANEL * upi_attn_bf16_words(a->d),
                          w->f32.p);
@@ -230,8 +293,10 @@ UPI_INLINE void upi_attn_bf16_fwd_panel(const upi_bf16_unit *unit, const upi_att
     upi_attn_hide_scores(p, 0, part, top);
     upi_attn_softmax(p, part->seen, rate, old, top, fold, w->f32.sum + panel * UPI_ATTN_PANEL);
     upi_attn_bf16_pairs(w->f32.p, part, w->pairs);
-    upi_attn_bf16_weigh(unit, a->v_dim, part, w->v, w->pairs, w->f32.o + panel * UPI_ATTN_PANEL * a->v_dim,
-                        fold, w->f32.p);
+    upi_attn_bf16_weigh(unit, a->v_dim, part, w->v, w->pairs, o, fold, w->f32.p);
+    if (!finite)
+        upi_attn_bf16_weigh_cleaned(a->v_dim, part, (const uint16_t *)a->v, a->v_stride,
+                                    w->f32.lanes.first + lane, w->f32.lanes.end + lane, k0, w->pairs, o);
 }
 
 /* As upi_attn_fwd_block. */
@@ -244,7 +309,7 @@ UPI_CPU_KERNEL void upi_attn_bf16_fwd_block(const upi_attn_fwd_job *job, const u
     upi_attn_bf16_fwd_work w;
     upi_attn_part part;
     int64_t k0, begin, end;
-    int h, p, is_long;
+    int h, p, is_long, finite;
     upi_attn_bf16_fwd_layout(&w, scratch, a->call);
     upi_attn_see(w.f32.lanes, a->call, q0, rows);
     begin = upi_attn_block_of(w.f32.lanes.first[0]);
@@ -257,15 +322,15 @@ UPI_CPU_KERNEL void upi_attn_bf16_fwd_block(const upi_attn_fwd_job *job, const u
     job->unit->open();
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         const int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
-        const int unseen = (int)upipe_clamp(w.f32.lanes.first[0] - k0, 0, keys);
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0)
             upi_attn_fwd_end_section(&w.f32, count * panels, v_dim, rate);
         upi_attn_bf16_pack_keys(w.k, a->k, k0, a->k_stride, keys, a->d);
-        upi_attn_bf16_turn_keys(w.v, a->v, k0, a->v_stride, unseen, keys, v_dim);
+        finite = upi_attn_bf16_turn_keys(w.v, a->v, k0, a->v_stride, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&part, w.f32.lanes, p * UPI_ATTN_PANEL, k0, keys);
             for (h = 0; h < count && part.count > 0; ++h)
-                upi_attn_bf16_fwd_panel(job->unit, &w, a, rate, h * panels + p, &part);
+                upi_attn_bf16_fwd_panel(job->unit, &w, a, rate, h * panels + p, &part, finite,
+                                        p * UPI_ATTN_PANEL, k0);
         }
     }
     job->unit->close();
@@ -312,10 +377,10 @@ UPI_INLINE size_t upi_attn_bf16_bwd_layout(upi_attn_bf16_bwd_work *w, float *bas
     return used;
 }
 
-/* One panel against its part of a block of keys: its columns of p and s, and its part of dq. */
+/* One panel against its part of a block of keys from k0 on: its columns of p and s, and its part of dq. */
 UPI_INLINE void upi_attn_bf16_bwd_panel(const upi_bf16_unit *unit, const upi_attn_bf16_bwd_work *w,
                                         const upi_attn_head *a, int panel, const upi_attn_part *part,
-                                        const float *one)
+                                        int finite, int64_t k0, const float *one)
 {
     const int lane = panel * UPI_ATTN_PANEL, from = part->from * UPI_ATTN_PANEL;
     float *p = w->f32.p, *s = w->f32.s;
@@ -327,6 +392,28 @@ UPI_INLINE void upi_attn_bf16_bwd_panel(const upi_bf16_unit *unit, const upi_att
     upi_attn_bf16_rows(s, part, UPI_ATTN_KEYS, w->s + lane / 2);
     upi_attn_bf16_pairs(s, part, w->pairs);
     upi_attn_bf16_weigh(unit, a->d, part, w->k_turned, w->pairs, w->f32.dq + lane * a->d, one, p);
+    if (!finite)
+        upi_attn_bf16_weigh_cleaned(a->d, part, (const uint16_t *)a->k, a->k_stride,
+                                    w->f32.lanes.first + lane, w->f32.lanes.end + lane, k0, w->pairs,
+                                    w->f32.dq + lane * a->d);
+}
+
+/* What the block of queries adds to the gradients of a block of keys, with its rows first .. last - 1. */
+UPI_INLINE void upi_attn_bf16_bwd_add(const upi_bf16_unit *unit, const upi_attn_bf16_bwd_work *w,
+                                      const upi_attn_head *a, int64_t q0, int rows, int64_t k0, int keys,
+                                      int first, int last)
+{
+    float *dk = a->dk + k0 * a->dk_stride, *dv = a->dv + k0 * a->dv_stride;
+    upi_attn_bf16_add_grad(unit, a->v_dim, keys, first, last, w->p, w->dout_rows, 1, dv, a->dv_stride,
+                           w->f32.p);
+    upi_attn_bf16_add_grad(unit, a->d, keys, first, last, w->s, w->q_rows, a->scale, dk, a->dk_stride,
+                           w->f32.p);
+    if (!w->f32.dout_finite)
+        upi_attn_bf16_add_grad_cleaned(a->v_dim, keys, rows, (const uint16_t *)a->dout + q0 * a->dout_stride,
+                                       a->dout_stride, w->f32.lanes, k0, w->p, dv, a->dv_stride);
+    if (!w->f32.q_finite)
+        upi_attn_bf16_add_grad_cleaned(a->d, keys, rows, (const uint16_t *)a->q + q0 * a->q_stride,
+                                       a->q_stride, w->f32.lanes, k0, w->s, dk, a->dk_stride);
 }
 
 /* As upi_attn_bwd_block. */
@@ -339,7 +426,7 @@ UPI_CPU_KERNEL void upi_attn_bf16_bwd_block(const upi_attn_bwd_job *job, const u
     float one[UPI_ATTN_PANEL];
     upi_attn_part part;
     int64_t k0, begin, end;
-    int p, first, last, is_long;
+    int p, first, last, is_long, finite;
     upi_attn_bf16_bwd_layout(&w, scratch, a->call);
     for (p = 0; p < UPI_ATTN_PANEL; ++p) one[p] = 1;
     upi_attn_see(w.f32.lanes, a->call, q0, rows);
@@ -349,24 +436,23 @@ UPI_CPU_KERNEL void upi_attn_bf16_bwd_block(const upi_attn_bwd_job *job, const u
     upi_attn_bwd_begin(a, &w.f32, q0, rows, is_long);
     upi_attn_bf16_pack_panels(w.q, a->q, q0, a->q_stride, rows, d);
     upi_attn_bf16_pack_panels(w.dout, a->dout, q0, a->dout_stride, rows, v_dim);
-    upi_attn_bf16_pack_rows(w.q_rows, a->q, q0, a->q_stride, rows, d);
-    upi_attn_bf16_pack_rows(w.dout_rows, a->dout, q0, a->dout_stride, rows, v_dim);
+    w.f32.q_finite = upi_attn_bf16_pack_rows(w.q_rows, a->q, q0, a->q_stride, rows, d);
+    w.f32.dout_finite = upi_attn_bf16_pack_rows(w.dout_rows, a->dout, q0, a->dout_stride, rows, v_dim);
     /* lanes behind the last panel, which its steps take along */
     memset(w.p, 0, (size_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.p);
     memset(w.s, 0, (size_t)UPI_ATTN_KEYS * UPI_ATTN_BF16_ROW_STEP * sizeof *w.s);
     job->unit->open();
     for (k0 = begin; k0 < end; k0 += UPI_ATTN_KEYS) {
         const int keys = upi_attn_least(end - k0, UPI_ATTN_KEYS);
-        const int unseen = (int)upipe_clamp(w.f32.lanes.first[0] - k0, 0, keys);
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0)
             upi_attn_end_section(panels * d, one, w.f32.dq_total, w.f32.dq);
         upi_attn_bf16_pack_keys(w.k, a->k, k0, a->k_stride, keys, d);
         upi_attn_bf16_pack_keys(w.v, a->v, k0, a->v_stride, keys, v_dim);
-        upi_attn_bf16_turn_keys(w.k_turned, a->k, k0, a->k_stride, unseen, keys, d);
+        finite = upi_attn_bf16_turn_keys(w.k_turned, a->k, k0, a->k_stride, keys, d);
         for (p = 0, first = rows, last = 0; p < panels; ++p) {
             upi_attn_part_make(&part, w.f32.lanes, p * UPI_ATTN_PANEL, k0, keys);
             if (part.count > 0) {
-                upi_attn_bf16_bwd_panel(job->unit, &w, a, p, &part, one);
+                upi_attn_bf16_bwd_panel(job->unit, &w, a, p, &part, finite, k0, one);
                 if (first == rows) first = p * UPI_ATTN_PANEL / UPI_BF16_STEP * UPI_BF16_STEP;
                 last = upi_attn_least(rows, (p + 1) * UPI_ATTN_PANEL);
             } else { /* its columns are 0 */
@@ -375,13 +461,9 @@ UPI_CPU_KERNEL void upi_attn_bf16_bwd_block(const upi_attn_bwd_job *job, const u
             }
         }
         if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, turn, k0));
-        if (first < last) {
-            last = (int)upi_bf16_up(last, UPI_BF16_STEP);
-            upi_attn_bf16_add_grad(job->unit, v_dim, keys, first, last, w.p, w.dout_rows, 1,
-                                   a->dv + k0 * a->dv_stride, a->dv_stride, w.f32.p);
-            upi_attn_bf16_add_grad(job->unit, d, keys, first, last, w.s, w.q_rows, a->scale,
-                                   a->dk + k0 * a->dk_stride, a->dk_stride, w.f32.p);
-        }
+        if (first < last)
+            upi_attn_bf16_bwd_add(job->unit, &w, a, q0, rows, k0, keys, first,
+                                  (int)upi_bf16_up(last, UPI_BF16_STEP));
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
     job->unit->close();

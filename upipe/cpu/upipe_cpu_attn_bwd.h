@@ -43,6 +43,7 @@ typedef struct upi_attn_bwd_work {
     float *lse, *delta;   /* [6 panels][panel] */
     upi_attn_lanes lanes; /* [6 panels][panel] */
     float *dq_total;      /* as dq, of earlier sections; only where the call has several */
+    int q_finite, dout_finite;
 } upi_attn_bwd_work;
 
 /* What a block of queries sums, and knows of its rows, as upi_attn_fwd_layout_sums. */
@@ -103,10 +104,9 @@ UPI_INLINE void upi_attn_weight_grad(float *p, float *s, int capped, upi_fw unit
 {
     upi_fw score = upi_fw_load(p), grad = upi_fw_sub(upi_fw_load(s), delta);
     if (capped) {
-        const upi_fw one = upi_fw_set1(1);
-        score = upi_fw_tanh(upi_fw_mul(squash, score));
-        /* the slope of the soft-cap */
-        grad = upi_fw_mul(grad, upi_fw_mul(upi_fw_sub(one, score), upi_fw_add(one, score)));
+        score = upi_fw_mul(squash, score);
+        grad = upi_fw_mul(grad, upi_fw_tanh_slope(score));
+        score = upi_fw_tanh(score);
     }
     score = upi_fw_mul(unit, score);
     /* no FMA here: the lse of a row with one weight of 1 is its score as rounded, and must give 1 again */
@@ -232,6 +232,40 @@ UPI_CPU_KERNEL void upi_attn_add_grad_block(int d, int count, const upi_attn_par
     }
 }
 
+/* The same, of the queries that see a key alone. */
+UPI_CPU_KERNEL void upi_attn_add_grad_seen(int d, int count, upi_attn_lanes lanes, int64_t k0, int panels,
+                                           const float *weights, const float *columns, float *grad,
+                                           int64_t grad_stride)
+{
+    int c, j, panel, l;
+    for (c = 0; c < d; c += UPI_WIDE, columns += UPI_WIDE * UPI_ATTN_ROWS_BWD)
+        for (j = 0; j < count; ++j) {
+            const int rest = upi_attn_least(d - c, UPI_WIDE);
+            float *at = grad + j * grad_stride + c;
+            upi_fw sum = upi_fw_zero();
+            for (panel = panels - 1; panel >= 0; --panel)
+                for (l = panel * UPI_ATTN_PANEL; l < (panel + 1) * UPI_ATTN_PANEL; ++l)
+                    if (lanes.first[l] <= k0 + j && k0 + j < lanes.end[l])
+                        upi_fw_accumulate(&sum,
+                                          upi_fw_broadcast(weights + l % UPI_ATTN_PANEL +
+                                                           (panel * UPI_ATTN_KEYS + j) * UPI_ATTN_PANEL),
+                                          upi_fw_load(columns + l * UPI_WIDE));
+            upi_fw_store_rest(at, rest, upi_fw_add(upi_fw_load_rest(at, rest), sum));
+        }
+}
+
+/* The gradients of `count` keys from k0 on, of columns that are finite or not. */
+UPI_INLINE void upi_attn_add_grad_all(int finite, int d, int count, const upi_attn_part *parts,
+                                      upi_attn_lanes lanes, int64_t k0, int panels, const float *weights,
+                                      const float *columns, float *grad, int64_t grad_stride)
+{
+    grad += k0 * grad_stride;
+    if (finite)
+        upi_attn_add_grad_block(d, count, parts, panels, weights, columns, grad, grad_stride);
+    else
+        upi_attn_add_grad_seen(d, count, lanes, k0, panels, weights, columns, grad, grad_stride);
+}
+
 /* p and s[from .. count][panel] become 0 in the lanes that don't see the row. */
 UPI_CPU_KERNEL void upi_attn_hide_grad(float *p, float *s, int from, const upi_attn_part *part)
 {
@@ -247,9 +281,9 @@ UPI_CPU_KERNEL void upi_attn_hide_grad(float *p, float *s, int from, const upi_a
     }
 }
 
-/* One panel against its part of a block of keys: its p and s, and its part of dq. */
+/* One panel against its part of a block of keys, finite or not: its p and s, and its part of dq. */
 UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_head *a, int panel,
-                                   const upi_attn_part *part, const float *one)
+                                   const upi_attn_part *part, int finite, const float *one)
 {
     const int d = a->d, v_dim = a->v_dim, keys = part->count, from = part->from;
     /* rows that the first vector sees, up to a whole tile */
@@ -277,7 +311,7 @@ UPI_INLINE void upi_attn_bwd_panel(const upi_attn_bwd_work *w, const upi_attn_he
     memset(s - before * UPI_ATTN_PANEL, 0, (size_t)(before * UPI_ATTN_PANEL) * sizeof *s);
     memset(p + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *p);
     memset(s + keys * UPI_ATTN_PANEL, 0, (size_t)(behind * UPI_ATTN_PANEL) * sizeof *s);
-    upi_attn_weigh(d, part->seen, k, s, w->dq + panel * UPI_ATTN_PANEL * d, one);
+    upi_attn_weigh(finite, d, part, k, s, w->dq + panel * UPI_ATTN_PANEL * d, one);
 }
 
 /* The sums of a block of queries begin. */
@@ -313,8 +347,18 @@ UPI_INLINE void upi_attn_bwd_finish(const upi_attn_head *a, const upi_attn_bwd_w
     }
 }
 
+/* Are the d elements of `rows` queries finite, as upi_attn_pack_columns leaves them? */
+UPI_INLINE int upi_attn_columns_finite(const float *columns, int rows, int d)
+{
+    const int lanes = (rows + UPI_ATTN_PANEL - 1) / UPI_ATTN_PANEL * UPI_ATTN_PANEL;
+    int c, finite = 1;
+    for (c = 0; c < d && finite; c += UPI_WIDE)
+        finite = upi_attn_finite(columns + c * UPI_ATTN_ROWS_BWD, UPI_WIDE, lanes, UPI_WIDE);
+    return finite;
+}
+
 /* Copies `rows` queries from q0 to scratch. */
-UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_work *w, int64_t q0, int rows)
+UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, upi_attn_bwd_work *w, int64_t q0, int rows)
 {
     const int d = a->d, v_dim = a->v_dim;
     int first;
@@ -326,6 +370,8 @@ UPI_INLINE void upi_attn_bwd_pack(const upi_attn_head *a, const upi_attn_bwd_wor
     }
     upi_attn_pack_columns(w->q_rows, a->q, a->dtype, q0, a->q_stride, rows, d, a->scale);
     upi_attn_pack_columns(w->dout_rows, a->dout, a->dtype, q0, a->dout_stride, rows, v_dim, 1);
+    w->q_finite = upi_attn_columns_finite(w->q_rows, rows, d);
+    w->dout_finite = upi_attn_columns_finite(w->dout_rows, rows, v_dim);
 }
 
 /* ---- blocks, and their turns ---- */
@@ -383,7 +429,7 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_bwd_job *job, const upi_at
     float one[UPI_ATTN_PANEL];
     upi_attn_part parts[UPI_ATTN_PANELS_BWD];
     int64_t k0, begin, end;
-    int p, is_long;
+    int p, is_long, finite;
     upi_attn_bwd_layout(&w, scratch, a->call);
     for (p = 0; p < UPI_ATTN_PANEL; ++p) one[p] = 1;
     upi_attn_see(w.lanes, a->call, q0, rows);
@@ -397,17 +443,18 @@ UPI_CPU_KERNEL void upi_attn_bwd_block(const upi_attn_bwd_job *job, const upi_at
         if (k0 > begin && k0 % UPI_ATTN_SECTION == 0) upi_attn_end_section(panels * d, one, w.dq_total, w.dq);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_stride, keys, d);
         upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_stride, keys, v_dim);
+        finite = upi_attn_keys_finite(w.k, keys, d);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&parts[p], w.lanes, p * UPI_ATTN_PANEL, k0, keys);
             /* Without a row of its own too: its neighbours' tiles may take it along. */
             if (parts[p].from < keys && parts[p].from + parts[p].count > 0)
-                upi_attn_bwd_panel(&w, a, p, &parts[p], one);
+                upi_attn_bwd_panel(&w, a, p, &parts[p], finite, one);
         }
         if (gates != NULL) upi_par_wait(gates + k0 / UPI_ATTN_KEYS, upi_attn_turn_after(job, turn, k0));
-        upi_attn_add_grad_block(v_dim, keys, parts, panels, w.p, w.dout_rows, a->dv + k0 * a->dv_stride,
-                                a->dv_stride);
-        upi_attn_add_grad_block(d, keys, parts, panels, w.s, w.q_rows, a->dk + k0 * a->dk_stride,
-                                a->dk_stride);
+        upi_attn_add_grad_all(w.dout_finite, v_dim, keys, parts, w.lanes, k0, panels, w.p, w.dout_rows, a->dv,
+                              a->dv_stride);
+        upi_attn_add_grad_all(w.q_finite, d, keys, parts, w.lanes, k0, panels, w.s, w.q_rows, a->dk,
+                              a->dk_stride);
         if (gates != NULL) upi_par_open(gates + k0 / UPI_ATTN_KEYS, turn + 1);
     }
     upi_attn_bwd_finish(a, &w, q0, rows, is_long, one);
@@ -441,18 +488,22 @@ UPIPE_API void upi_attn_bwd_item(void *arg, int64_t i, int32_t worker)
 }
 
 /* The gradient of head j's sink, one chain over its rows: that of a score whose value is 0, and whose weight
- * is exp(sink - lse). */
+ * is exp(sink - lse). Of a row of padding that has seen the sink alone o is 0, and so is delta, whatever dout is. */
 UPIPE_API void upi_attn_sink_item(void *arg, int64_t j, int32_t worker)
 {
     const upipe_attn_grad *g = (const upipe_attn_grad *)arg;
     const upi_attn_head h = upi_attn_head_make(&g->a, (int32_t)j);
+    const upipe_attn_rows inside = upipe_attn_inside(&g->a, g->a.q_pos, g->a.q.n);
     const float *delta = (const float *)upi_attn_view_head(g->delta, (int32_t)j);
     double sum = 0;
     int64_t i;
     (void)worker;
     if (*h.sink == -INFINITY) return;
-    for (i = 0; i < g->a.q.n; ++i)
-        sum += exp((double)*h.sink - (double)h.lse[i * h.lse_stride]) * (double)delta[i * g->delta.n_stride];
+    for (i = 0; i < g->a.q.n; ++i) {
+        const float lse = h.lse[i * h.lse_stride];
+        if ((i < inside.first || i >= inside.end) && lse == *h.sink) continue;
+        sum += exp((double)*h.sink - (double)lse) * (double)delta[i * g->delta.n_stride];
+    }
     g->dsinks[j] -= (float)sum;
 }
 

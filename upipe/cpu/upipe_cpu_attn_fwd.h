@@ -137,9 +137,9 @@ UPI_CPU_KERNEL void upi_attn_hide_scores(float *p, int from, const upi_attn_part
     }
 }
 
-/* One panel against its part of a block of keys; rate = unit * log2(e). */
+/* One panel against its part of a block of keys, whose values are finite or not; rate = unit * log2(e). */
 UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_head *a, float rate, int panel,
-                                   const upi_attn_part *part)
+                                   const upi_attn_part *part, int finite)
 {
     const int d = a->d, v_dim = a->v_dim, keys = part->count, *seen = part->seen;
     const float *q = w->q + panel * UPI_ATTN_PANEL * d, *k = w->k + part->from * (d + UPI_ATTN_PAD);
@@ -155,7 +155,7 @@ UPI_INLINE void upi_attn_fwd_panel(const upi_attn_fwd_work *w, const upi_attn_he
     if (a->squash != 0) upi_attn_squash(w->p, seen, a->squash);
     if (whole < keys) upi_attn_hide_scores(w->p, whole, part, top);
     upi_attn_softmax(w->p, seen, rate, old, top, fold, w->sum + panel * UPI_ATTN_PANEL);
-    upi_attn_weigh(v_dim, seen, w->v + part->from * (v_dim + UPI_ATTN_PAD), w->p,
+    upi_attn_weigh(finite, v_dim, part, w->v + part->from * (v_dim + UPI_ATTN_PAD), w->p,
                    w->o + panel * UPI_ATTN_PANEL * v_dim, fold);
 }
 
@@ -263,7 +263,7 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_fwd_job *job, const upi_at
     upi_attn_fwd_work w;
     upi_attn_part part;
     int64_t k0, begin, end;
-    int h, p, is_long;
+    int h, p, is_long, finite;
     (void)job;
     upi_attn_fwd_layout(&w, scratch, a->call);
     upi_attn_see(w.lanes, a->call, q0, rows);
@@ -283,10 +283,11 @@ UPI_CPU_KERNEL void upi_attn_fwd_block(const upi_attn_fwd_job *job, const upi_at
             upi_attn_fwd_end_section(&w, count * panels, v_dim, rate);
         upi_attn_pack_keys(w.k, a->k, a->dtype, k0, a->k_stride, keys, d);
         upi_attn_pack_keys(w.v, a->v, a->dtype, k0, a->v_stride, keys, v_dim);
+        finite = upi_attn_keys_finite(w.v, keys, v_dim);
         for (p = 0; p < panels; ++p) {
             upi_attn_part_make(&part, w.lanes, p * UPI_ATTN_PANEL, k0, keys);
             for (h = 0; h < count && part.count > 0; ++h)
-                upi_attn_fwd_panel(&w, a, rate, h * panels + p, &part);
+                upi_attn_fwd_panel(&w, a, rate, h * panels + p, &part, finite);
         }
     }
     if (is_long) {

@@ -750,4 +750,15 @@ UPI_INLINE upi_fw upi_fw_tanh(upi_fw x)
     return upi_fw_select(upi_fw_equal(upi_fw_min(size, border), size), p, large);
 }
 
+/* 1 - tanh^2 x, by e = exp(-2|x|): 4e / (1 + e)^2, which loses no digits where tanh x is near 1. */
+UPI_INLINE upi_fw upi_fw_tanh_slope(upi_fw x)
+{
+    upi_fw e, sum;
+    UPI_OPAQUE(x); /* as in upi_fw_tanh */
+    e = upi_fw_min(x, upi_fw_sub(upi_fw_zero(), x));
+    e = upi_fw_exp2(upi_fw_mul(e, upi_fw_set1(2.8853900817779268f)));
+    sum = upi_fw_add(e, upi_fw_set1(1.0f));
+    return upi_fw_div(upi_fw_mul(e, upi_fw_set1(4.0f)), upi_fw_mul(sum, sum));
+}
+
 #endif

@@ -246,10 +246,12 @@ UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const fl
         UPI_UNROLL
         for (int e = 0; e < 4; ++e) {
             const int at = j * 8 + lane % 4 * 2 + e % 2;
-            const float t = tanhf(s[j][e] * a.squash);
+            const float score = s[j][e] * a.squash;
+            float slope = a.slope;
+            const float t = upi_cuda_attn_tanh(score, &slope);
             const float p = upi_exp2(fmaf(t, a.scale, -lse[at]) * UPI_CUDA_ATTN_LOG2E);
-            s[j][e] = s[j][e] == -INFINITY ? 0 : p;
-            dp[j][e] = s[j][e] * (a.slope * (1 - t * t)) * (dp[j][e] - delta[at]);
+            s[j][e] = score == -INFINITY ? 0 : p;
+            dp[j][e] = s[j][e] * slope * (dp[j][e] - delta[at]);
         }
     }
 }
@@ -571,8 +573,8 @@ UPIPE_API upipe_status upi_cuda_attn_bwd_any(upipe_ctx *c, const upipe_attn *cal
     return upi_cuda_attn_bwd_fitting<256, MASKED>(c, call, g);
 }
 
-/* Entry of the table. */
-UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+/* The backward but for the sinks' gradients, of a call without padding. */
+UPIPE_API upipe_status upi_cuda_attn_bwd_inside(upipe_ctx *c, const upipe_attn_grad *g)
 {
     const upipe_attn *a = &g->a;
     const int masked = upi_cuda_attn_masked(a);
@@ -614,10 +616,17 @@ UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
     }
     obstacle = upi_cuda_bwd90_obstacle(c, g);
     upi_cuda_attn_chosen(c, "backward", obstacle == NULL ? "9.0" : "8.0", obstacle);
-    if (obstacle == NULL)
-        UPIPE_TRY(upi_cuda_attn_bwd90(c, g, &x));
-    else
-        UPIPE_TRY(masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x));
+    if (obstacle == NULL) return upi_cuda_attn_bwd90(c, g, &x);
+    return masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x);
+}
+
+/* Entry of the table. */
+UPIPE_API upipe_status upi_cuda_attn_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    const upipe_attn_grad inside = upi_cuda_attn_grad_inside(g);
+    UPIPE_TRY(upi_cuda_attn_check_masks(c, &g->a));
+    UPIPE_TRY(upi_cuda_attn_bwd_inside(c, &inside));
+    UPIPE_TRY(upi_cuda_attn_padding_bwd(c, g));
     return upi_cuda_attn_sink_bwd(c, g);
 }
 

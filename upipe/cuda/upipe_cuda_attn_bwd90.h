@@ -448,12 +448,14 @@ UPI_DEVICE void upi_cuda_bwd90_weigh(float *s, uint32_t *p, const float *lse, co
             float *x = s + 4 * j + 2 * half, w[2];
             UPI_UNROLL
             for (int e = 0; e < 2; ++e) {
-                const float t = KIND == UPI_BWD90_CAPPED ? tanhf(x[e] * a.squash) : x[e];
+                const float score = KIND == UPI_BWD90_CAPPED ? x[e] * a.squash : x[e];
+                float slope = a.slope;
+                const float t = KIND == UPI_BWD90_CAPPED ? upi_cuda_attn_tanh(score, &slope) : score;
                 const float lse_of = e == 0 ? minus.x : minus.y;
                 w[e] = upi_exp2(KIND == UPI_BWD90_PLAIN ? fmaf(t, a.rate, -lse_of)
                                                         : fmaf(t, a.scale, -lse_of) * UPI_CUDA_ATTN_LOG2E);
-                if (KIND == UPI_BWD90_CAPPED && x[e] == -INFINITY) w[e] = 0;
-                x[e] = w[e] * (KIND == UPI_BWD90_CAPPED ? a.slope * (1 - t * t) : a.slope);
+                if (KIND == UPI_BWD90_CAPPED && score == -INFINITY) w[e] = 0;
+                x[e] = w[e] * slope;
             }
             p[2 * j + half] = upi_pack_bf16(w[0], w[1]);
         }

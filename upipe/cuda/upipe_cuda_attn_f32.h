@@ -71,17 +71,12 @@ UPI_DEVICE int64_t upi_f32_begin(int64_t first, int64_t end)
     return first < end ? first / UPI_F32_PASSING * UPI_F32_PASSING : end;
 }
 
-/* The score of a product, rounded before lse is subtracted: of the only key that a query sees the weight is then 1. */
-UPI_DEVICE float upi_f32_score(const upi_f32_masks &x, float product)
+/* The score of a product, rounded before lse is subtracted: of the only key that a query sees the weight is then 1.
+ * Multiplies *slope with that of the soft-cap. */
+UPI_DEVICE float upi_f32_score(const upi_f32_masks &x, float product, float *slope)
 {
-    return upi_product(x.scale, x.squash != 0 ? tanhf(upi_product(product, x.squash)) : product);
-}
-
-/* Its slope. */
-UPI_DEVICE float upi_f32_slope(const upi_f32_masks &x, float product)
-{
-    const float t = x.squash != 0 ? tanhf(product * x.squash) : 0;
-    return x.slope * (1 - t * t);
+    if (x.squash != 0) product = upi_cuda_attn_tanh(upi_product(product, x.squash), slope);
+    return upi_product(x.scale, product);
 }
 
 /* The rows held: [UPI_F32_HELD][d], zeros beyond the last row. */
@@ -122,9 +117,12 @@ UPI_DEVICE void upi_f32_dots(float s[UPI_F32_ROWS], const float *held, const flo
     }
 }
 
-/* sum[n] += the sum over the 32 passing rows of weight (that lane's) * their element lane + 32 n */
-template <int N> UPI_DEVICE void upi_f32_gather(float sum[N], float weight, const float *passing, int d)
+/* sum[n] += the sum over the 32 passing rows of weight (that lane's) * their element lane + 32 n, of rows that are
+ * seen: what is not may hold a NaN. */
+template <int N>
+UPI_DEVICE void upi_f32_gather(float sum[N], float weight, int seen, const float *passing, int d)
 {
+    const uint32_t those = __ballot_sync(0xffffffffu, seen);
     int lane = (int)(threadIdx.x % 32), j, n;
     float part[N];
     UPI_UNROLL
@@ -134,7 +132,8 @@ template <int N> UPI_DEVICE void upi_f32_gather(float sum[N], float weight, cons
         float w = __shfl_sync(0xffffffffu, weight, j);
         UPI_UNROLL
         for (n = 0; n < N; ++n)
-            if (lane + 32 * n < d) part[n] = fmaf(w, passing[j * (d | 1) + lane + 32 * n], part[n]);
+            if (those >> j & 1 && lane + 32 * n < d)
+                part[n] = fmaf(w, passing[j * (d | 1) + lane + 32 * n], part[n]);
     }
     UPI_UNROLL
     for (n = 0; n < N; ++n) sum[n] += part[n];
@@ -217,14 +216,14 @@ void upi_attn_f32_fwd(const upipe_attn a, const upi_f32_masks x)
         for (r = 0; r < UPI_F32_ROWS; ++r) {
             const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
             int seen = j + lane >= sees.first && j + lane < sees.end;
-            float score = seen ? upi_f32_score(x, s[r]) : -INFINITY,
+            float slope = 1, score = seen ? upi_f32_score(x, s[r], &slope) : -INFINITY,
                   top = fmaxf(m[r], upi_f32_warp_max(score));
             float base = top > -INFINITY ? top : 0.0f, p = expf(score - base), shrink = expf(m[r] - base);
             m[r] = top;
             l[r] = fmaf(l[r], shrink, p); /* the lane's keys alone */
             UPI_UNROLL
             for (n = 0; n < N; ++n) o[r][n] *= shrink;
-            upi_f32_gather<N>(o[r], p, v, v_dim);
+            upi_f32_gather<N>(o[r], p, seen, v, v_dim);
         }
     }
     UPI_UNROLL
@@ -274,8 +273,8 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
         for (r = 0; r < UPI_F32_ROWS; ++r) {
             const upi_f32_run sees = upi_f32_keys_of(a, x, first + warp * UPI_F32_ROWS + r);
             int seen = j + lane >= sees.first && j + lane < sees.end && lse[r] != -INFINITY;
-            float p = seen ? expf(upi_f32_score(x, s[r]) - lse[r]) : 0.0f;
-            upi_f32_gather<N>(dq[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta[r]), k, d);
+            float slope = x.slope, p = seen ? expf(upi_f32_score(x, s[r], &slope) - lse[r]) : 0.0f;
+            upi_f32_gather<N>(dq[r], p * slope * (dp[r] - delta[r]), seen, k, d);
         }
     }
     UPI_UNROLL
@@ -340,9 +339,9 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
                 const upi_f32_run seen_by = upi_f32_queries_of(a, x, j);
                 int seen =
                     j < a.k.n && i + lane >= seen_by.first && i + lane < seen_by.end && lse != -INFINITY;
-                float p = seen ? expf(upi_f32_score(x, s[r]) - lse) : 0.0f;
-                upi_f32_gather<N>(dv[r], p, dout, v_dim);
-                upi_f32_gather<N>(dk[r], p * upi_f32_slope(x, s[r]) * (dp[r] - delta), q, d);
+                float slope = x.slope, p = seen ? expf(upi_f32_score(x, s[r], &slope) - lse) : 0.0f;
+                upi_f32_gather<N>(dv[r], p, seen, dout, v_dim);
+                upi_f32_gather<N>(dk[r], p * slope * (dp[r] - delta), seen, q, d);
             }
         }
     }
@@ -422,11 +421,11 @@ template <int N> UPIPE_API upipe_status upi_cuda_attn_f32_bwd_n(upipe_ctx *c, co
         UPIPE_TRY(upi_cuda_attn_key_runs(c, a, (upi_cuda_attn_run *)x.keys));
     }
     UPIPE_TRY(UPI_LAUNCH(c, (upi_attn_f32_dq<N>), queries, UPI_F32_THREADS, shared, *g, x));
-    if (keys > 0) UPIPE_TRY(UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, x));
-    return upi_cuda_attn_sink_bwd(c, g);
+    if (keys == 0) return UPIPE_OK;
+    return UPI_LAUNCH(c, (upi_attn_f32_dkv<N>), keys, UPI_F32_THREADS, shared, *g, x);
 }
 
-/* The table's entry where q is f32; arguments are checked. */
+/* The table's entries where q is f32, but for the sinks' gradients; arguments are checked. */
 UPIPE_API upipe_status upi_cuda_attn_f32_fwd(upipe_ctx *c, const upipe_attn *a)
 {
     const int columns = a->q.d > a->v.d ? a->q.d : a->v.d;

@@ -418,8 +418,9 @@ UPIPE_API upipe_status upi_cuda_attn_fwd_any(upipe_ctx *c, const upipe_attn *cal
 }
 
 /* Entry of the table. Scratch: what the queries of a masked call see. */
-UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *a)
+UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *call)
 {
+    const upipe_attn inside = upi_cuda_attn_keys_inside(call), *a = &inside;
     upi_cuda_attn_args x;
     const char *obstacle;
     if (a->q.dtype == UPIPE_F32) {

@@ -75,6 +75,20 @@ UPI_DEVICE void upi_cuda_attn_add_sink(float sink, float score, float sum, float
     *lse = base + logf(both);
 }
 
+/* tanh x, as upi_fw_tanh, and *slope *= 1 - tanh^2, by e = exp(-2|x|): it loses no digits where tanh is near 1. */
+UPI_DEVICE float upi_cuda_attn_tanh(float x, float *slope)
+{
+    const float e = upi_exp2(fabsf(x) * -2.8853900817779268f), most = __fdividef(1, 1 + e), rest = e * most;
+    const float square = x * x;
+    float p = fmaf(1.762877250e-03f, square, -7.734463229e-03f);
+    *slope *= 4 * rest * most;
+    p = fmaf(p, square, 2.152135517e-02f);
+    p = fmaf(p, square, -5.391799249e-02f);
+    p = fmaf(p, square, 1.333306266e-01f);
+    p = fmaf(p, square, -3.333333094e-01f);
+    return fabsf(x) < 0.8f ? fmaf(p * square, x, x) : copysignf(most - rest, x);
+}
+
 /* ---- the tables ---- */
 
 /* One side's rows against the other's: row i sees the rows i - before to i + after, those of its packed
@@ -130,10 +144,12 @@ template <int THREADS> UPI_KERNEL(THREADS, 1) void upi_cuda_attn_runs_kernel(con
 }
 
 /* The gradient of a head's sink, that of a score whose value is 0 and whose weight is exp(sink - lse): a
- * block a head, every thread one chain in f64, and the chains in a fixed order. */
+ * block a head, every thread one chain in f64, and the chains in a fixed order. Of a row of padding that has seen the
+ * sink alone o is 0, and so is delta, whatever dout is. */
 template <int THREADS>
 UPI_KERNEL(THREADS, 1)
-void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse, upipe_view delta)
+void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse, upipe_view delta,
+                               upipe_attn_rows inside)
 {
     UPI_SHARED(double, buf);
     const int h = (int)blockIdx.x, tid = (int)threadIdx.x;
@@ -143,8 +159,11 @@ void upi_cuda_attn_sink_kernel(float *dsinks, const float *sinks, upipe_view lse
     double sum = 0;
     if (sinks[h] == -INFINITY) return;
     UPI_UNROLL_4
-    for (int64_t i = tid; i < lse.n; i += THREADS)
-        sum += exp(sink - (double)at_lse[i * lse.n_stride]) * (double)at_delta[i * delta.n_stride];
+    for (int64_t i = tid; i < lse.n; i += THREADS) {
+        const double row = (double)at_lse[i * lse.n_stride];
+        if ((i < inside.first || i >= inside.end) && row == sink) continue;
+        sum += exp(sink - row) * (double)at_delta[i * delta.n_stride];
+    }
     buf[tid] = sum;
     for (int half = THREADS / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -231,7 +250,70 @@ UPIPE_API upipe_status upi_cuda_attn_sink_bwd(upipe_ctx *c, const upipe_attn_gra
     if (g->dsinks == NULL) return UPIPE_OK;
     return UPI_LAUNCH(c, (upi_cuda_attn_sink_kernel<UPI_CUDA_ATTN_SINK_THREADS>), (unsigned)g->a.q.h,
                       UPI_CUDA_ATTN_SINK_THREADS, UPI_CUDA_ATTN_SINK_THREADS * sizeof(double), g->dsinks,
-                      g->a.mask.sinks, g->a.lse, g->delta);
+                      g->a.mask.sinks, g->a.lse, g->delta, upipe_attn_inside(&g->a, g->a.q_pos, g->a.q.n));
+}
+
+/* ---- padding: rows outside of all packed sequences, which kernels would multiply with weights of 0 ---- */
+
+/* The rows of dq that are padding, before and behind the others, become 0. */
+template <int THREADS>
+UPI_KERNEL(THREADS, 1)
+void upi_cuda_attn_padding_kernel(upipe_view dq, upipe_attn_rows inside)
+{
+    const int64_t row =
+        blockIdx.x < inside.first ? (int64_t)blockIdx.x : (int64_t)blockIdx.x - inside.first + inside.end;
+    for (int i = (int)threadIdx.x; i < dq.h * dq.d; i += THREADS) {
+        const int64_t at = row * dq.n_stride + i / dq.d * dq.h_stride + i % dq.d;
+        if (dq.dtype == UPIPE_F32)
+            ((float *)dq.data)[at] = 0;
+        else
+            ((upi_bf16 *)dq.data)[at] = 0;
+    }
+}
+
+UPIPE_API upipe_view upi_cuda_attn_rows(upipe_view v, upipe_attn_rows rows)
+{
+    return v.data != NULL ? upipe_view_rows(v, rows.first, rows.end - rows.first) : v;
+}
+
+/* The call without its keys that are padding. */
+UPIPE_API upipe_attn upi_cuda_attn_keys_inside(const upipe_attn *a)
+{
+    const upipe_attn_rows inside = upipe_attn_inside(a, a->k_pos, a->k.n);
+    upipe_attn x = *a;
+    x.k = upi_cuda_attn_rows(a->k, inside);
+    x.v = upi_cuda_attn_rows(a->v, inside);
+    x.k_pos += inside.first * (a->pos_step > 0 ? a->pos_step : 1);
+    return x;
+}
+
+/* The same of the backward, and without its queries that are padding. */
+UPIPE_API upipe_attn_grad upi_cuda_attn_grad_inside(const upipe_attn_grad *g)
+{
+    const upipe_attn *a = &g->a;
+    const upipe_attn_rows keys = upipe_attn_inside(a, a->k_pos, a->k.n);
+    const upipe_attn_rows queries = upipe_attn_inside(a, a->q_pos, a->q.n);
+    upipe_attn_grad x = *g;
+    x.a = upi_cuda_attn_keys_inside(a);
+    x.a.q = upi_cuda_attn_rows(a->q, queries);
+    x.a.lse = upi_cuda_attn_rows(a->lse, queries);
+    x.a.q_pos += queries.first * (a->pos_step > 0 ? a->pos_step : 1);
+    x.dout = upi_cuda_attn_rows(g->dout, queries);
+    x.delta = upi_cuda_attn_rows(g->delta, queries);
+    x.dq = upi_cuda_attn_rows(g->dq, queries);
+    x.dk = upi_cuda_attn_rows(g->dk, keys);
+    x.dv = upi_cuda_attn_rows(g->dv, keys);
+    return x;
+}
+
+/* Zeros for the gradients of queries that are padding. */
+UPIPE_API upipe_status upi_cuda_attn_padding_bwd(upipe_ctx *c, const upipe_attn_grad *g)
+{
+    const upipe_attn_rows inside = upipe_attn_inside(&g->a, g->a.q_pos, g->a.q.n);
+    const int64_t rows = g->a.q.n - (inside.end - inside.first);
+    if (rows == 0 || g->a.merge) return UPIPE_OK;
+    return UPI_LAUNCH(c, (upi_cuda_attn_padding_kernel<UPI_CUDA_ATTN_RUN_ROWS>), (unsigned)rows,
+                      UPI_CUDA_ATTN_RUN_ROWS, 0, g->dq, inside);
 }
 
 #endif
