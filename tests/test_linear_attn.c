@@ -166,18 +166,18 @@ static void test_drawn(void)
         linear x = {.n = 16 + test_below(&r, 110), .delta = i % 2}, one;
         world w = {.ops = cpu_table(), .ranks = 1 + i % RANKS_MAX, .ring = 1, .segments = 1 + (i % 5 == 4)};
         upipe_ctx c = {.ops = &w.ops};
-        int64_t cu[5], cuts[SEGMENTS_MAX];
+        int64_t cu[7] = {-1, [6] = 1000},
+                cuts[SEGMENTS_MAX]; /* the first document began before, the last one goes on */
         char what[200];
         const int group = 1 + test_below(&r, 4);
         x.key_heads = 1 + test_below(&r, 4);
         x.heads = x.key_heads * group;
         x.key_dim = dims[test_below(&r, 4)], x.value_dim = dims[test_below(&r, 4)];
         x.chunk = test_below(&r, 3) ? 1 + test_below(&r, 40) : 0;
-        for (int j = 0; j < 5; ++j) cu[j] = j > 0 ? cu[j - 1] + test_below(&r, (int)x.n / 5) : 0;
-        if (i % 3 == 0) cu[1 + test_below(&r, 2)] = upipe_cut(x.n, w.ranks, w.ranks / 2);
-        for (int j = 1; j < 5; ++j) cu[j] = cu[j] < cu[j - 1] ? cu[j - 1] : cu[j];
-        if (cu[4] < x.n) cu[4] = x.n;
-        if (i % 3 < 2) x.borders = (upipe_borders){cu, 4};
+        for (int j = 0; j < 5; ++j) cu[1 + j] = (j > 0 ? cu[j] : 0) + test_below(&r, (int)x.n / 5);
+        if (i % 3 == 0) cu[2 + test_below(&r, 2)] = upipe_cut(x.n, w.ranks, w.ranks / 2);
+        for (int j = 2; j < 6; ++j) cu[j] = cu[j] < cu[j - 1] ? cu[j - 1] : cu[j];
+        if (i % 3 < 2) x.borders = (upipe_borders){cu, 6};
         w.stage_heads = group * test_below(&r, x.key_heads + 1);
         w.carried = i % 4 > 0;
         if (w.segments > 1 || i % 7 == 0) w.carried = 1;

@@ -13,12 +13,12 @@
 /* The host's threads and tiles change no bit. */
 static void test_threads(void)
 {
-    static const int64_t borders[] = {20, 64, 100, 102, 140};
+    static const int64_t borders[] = {-1, 20, 64, 100, 102, 140, 200};
     test_rng r = {11};
     for (int t = UPIPE_F32; t <= UPIPE_F16; t += BRIEF ? 2 : 1)
         for (int packed = 0; packed < 2; ++packed) {
             layer a = large(&r, (upipe_dtype)t), b;
-            if (packed) a.borders = (upipe_borders){borders, 4};
+            if (packed) a.borders = (upipe_borders){borders, 6};
             run(&a);
             for (int kind = 0; kind < WORKERS_KINDS; ++kind) {
                 host_threads w;

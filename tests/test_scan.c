@@ -309,7 +309,7 @@ static void run(world *w, double deadline, upipe_status (*body)(void *user, int 
 /* Ranks, rings, segments, stages and borders: on a rank's first token, inside a halo, empty documents, at both ends. */
 static void test_passes(world *w)
 {
-    static const int64_t inside[] = {0, 3, 11, 11, 30, 43}, at_ranks[] = {0, 5, 14, 22, 29, 43};
+    static const int64_t inside[] = {0, 3, 11, 11, 30, 43}, at_ranks[] = {-1, 5, 14, 22, 29, 100};
     long draws = 0;
     for (int ranks = 1; ranks <= 4; ++ranks)
         for (int heads = 1; heads <= HEADS_MAX; heads += 2)
