@@ -318,7 +318,7 @@ static void contest_print(turns *t, double flop, int runs)
 static double attention_flop(const options *o, const upipe_attn *a)
 {
     double pairs = (double)o->tokens * (double)o->tokens / (o->full ? 1 : 2);
-    if (a->mask.window > 0 || a->mask.cu_seqlens != NULL) pairs = upipe_attn_pairs(a);
+    if (a->mask.window > 0 || a->mask.borders.cu_seqlens != NULL) pairs = upipe_attn_pairs(a);
     return 4.0 * pairs * o->heads * o->head_dim;
 }
 
@@ -359,8 +359,8 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     a->mask.window = o->window;
     for (i = 0; i <= o->cu_seqlens; ++i)
         cu_seqlens[i] = o->cu_seqlens > 0 ? o->tokens * i / o->cu_seqlens : 0;
-    a->mask.cu_seqlens = o->cu_seqlens > 0 ? cu_seqlens : NULL;
-    a->mask.cu_seqlens_n = o->cu_seqlens;
+    a->mask.borders.cu_seqlens = o->cu_seqlens > 0 ? cu_seqlens : NULL;
+    a->mask.borders.cu_seqlens_n = o->cu_seqlens;
     work[0] = c->ops->attn_bytes(c->ops, a, 0);
     work[1] = c->ops->attn_bytes(c->ops, a, 1);
     a->work_bytes = work[0] > work[1] ? work[0] : work[1];

@@ -244,8 +244,8 @@ static upipe_attn_grad arguments(const bench_case *c)
     g.a.lse = upipe_view_packed(c->lse, UPIPE_F32, c->tokens, c->heads, 1);
     g.a.mask.causal = c->causal;
     g.a.mask.window = c->window;
-    g.a.mask.cu_seqlens = c->cu_seqlens;
-    g.a.mask.cu_seqlens_n = c->cu_seqlens_n;
+    g.a.mask.borders.cu_seqlens = c->cu_seqlens;
+    g.a.mask.borders.cu_seqlens_n = c->cu_seqlens_n;
     g.a.mask.softcap = c->softcap;
     g.a.work = c->work;
     g.a.work_bytes = (size_t)c->work_bytes;

@@ -226,7 +226,7 @@ static void test_refusals(void)
                 valid_call(&g, UPIPE_F32, block, work, need);
                 cpu_ops.attn_can = can << bit;
                 if (bit == 0) g.a.mask.window = 4;
-                if (bit == 1) g.a.mask.cu_seqlens = good, g.a.mask.cu_seqlens_n = 2;
+                if (bit == 1) g.a.mask.borders.cu_seqlens = good, g.a.mask.borders.cu_seqlens_n = 2;
                 if (bit == 2) g.a.mask.softcap = 30;
                 if (bit == 3) g.a.mask.sinks = sinks;
                 if (bit == 4) g.a.v.d = g.a.o.d = g.dout.d = g.dv.d = 32;
@@ -258,11 +258,12 @@ static void test_refusals(void)
     REFUSED((g.a.mask.softcap = 1e30f, g.a.scale = 1e-12f), "out of all proportion");
     REFUSED((g.a.mask.softcap = 1e-39f, g.a.scale = 1), "out of all proportion");
     REFUSED((g.a.mask.softcap = 1e-20f, g.a.scale = 1e30f), "out of all proportion");
-    REFUSED(g.a.mask.cu_seqlens_n = 1, "1 packed documents, cu_seqlens is NULL");
-    REFUSED(g.a.mask.cu_seqlens = good, "0 packed documents, cu_seqlens is not NULL");
-    REFUSED((g.a.mask.cu_seqlens = good, g.a.mask.cu_seqlens_n = -1), "-1 packed documents");
-    REFUSED((g.a.mask.cu_seqlens = descending, g.a.mask.cu_seqlens_n = 2), "packed document 1 is [8, 7)");
-    REFUSED((g.a.mask.cu_seqlens = far, g.a.mask.cu_seqlens_n = 1), "packed document 0");
+    REFUSED(g.a.mask.borders.cu_seqlens_n = 1, "1 packed documents, cu_seqlens is NULL");
+    REFUSED(g.a.mask.borders.cu_seqlens = good, "0 packed documents, cu_seqlens is not NULL");
+    REFUSED((g.a.mask.borders.cu_seqlens = good, g.a.mask.borders.cu_seqlens_n = -1), "-1 packed documents");
+    REFUSED((g.a.mask.borders.cu_seqlens = descending, g.a.mask.borders.cu_seqlens_n = 2),
+            "packed document 1 is [8, 7)");
+    REFUSED((g.a.mask.borders.cu_seqlens = far, g.a.mask.borders.cu_seqlens_n = 1), "packed document 0");
 #undef REFUSED
     valid_call(&g, UPIPE_F32, block, work, need);
     g.dsinks = sinks;

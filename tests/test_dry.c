@@ -829,11 +829,13 @@ static void test_alike_segments(void)
         f.layer.wq = f.layer.wk = f.layer.wv = f.layer.wo = dry;
         f.layer.mask.causal = test_below(&rng, 3) > 0;
         f.layer.mask.window = f.layer.mask.causal * (test_below(&rng, 3) == 0) * (1 + test_below(&rng, 100));
-        if (test_below(&rng, 3) == 0) f.layer.mask.cu_seqlens = borders, f.layer.mask.cu_seqlens_n = 3;
+        if (test_below(&rng, 3) == 0)
+            f.layer.mask.borders.cu_seqlens = borders, f.layer.mask.borders.cu_seqlens_n = 3;
         moved = segments_life(all, &f, &ops, 1);
         attended_all = attended;
         CHECK_INT(segments_life(dry, &f, &ops, 0), moved);
-        fewer += attended < attended_all && f.layer.mask.window == 0 && f.layer.mask.cu_seqlens == NULL;
+        fewer +=
+            attended < attended_all && f.layer.mask.window == 0 && f.layer.mask.borders.cu_seqlens == NULL;
         CHECK_INT(dry->mem.times, 1);
         CHECK_INT(dry->mem.peak, all->mem.peak);
         CHECK_INT(dry->mem.need, all->mem.need);
@@ -871,10 +873,10 @@ static void test_pairs(void)
         a.k_pos = test_below(&rng, 100);
         if (a.mask.causal) a.mask.window = test_below(&rng, 2) * (1 + test_below(&rng, 80));
         if (test_below(&rng, 2)) {
-            a.mask.cu_seqlens = borders;
-            a.mask.cu_seqlens_n = 1 + test_below(&rng, 7);
+            a.mask.borders.cu_seqlens = borders;
+            a.mask.borders.cu_seqlens_n = 1 + test_below(&rng, 7);
             borders[0] = test_below(&rng, 2) * test_below(&rng, 120);
-            for (int64_t j = 1; j <= a.mask.cu_seqlens_n; ++j)
+            for (int64_t j = 1; j <= a.mask.borders.cu_seqlens_n; ++j)
                 borders[j] = borders[j - 1] + test_below(&rng, 2) * test_below(&rng, 80);
         }
         for (int64_t row = 0; row < a.q.n; ++row) {
@@ -882,7 +884,7 @@ static void test_pairs(void)
             upipe_attn_visible(&a, row, &first, &end);
             pairs += (double)(end - first);
         }
-        packed += a.mask.cu_seqlens != NULL && pairs > 0;
+        packed += a.mask.borders.cu_seqlens != NULL && pairs > 0;
         CHECK(upipe_attn_pairs(&a) == pairs);
     }
     CHECK(packed > draws / 8);

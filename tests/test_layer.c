@@ -243,7 +243,9 @@ static upipe_status odd_body(void *user, int rank)
     l.wq = l.wk = l.wv = w;
     l.mask.causal = 1;
     if (rank == 1 && o->odd == 10) l.mask.window = 5;
-    if (o->odd == 11) l.mask.cu_seqlens = rank == 1 ? cu_seqlens[1] : cu_seqlens[0], l.mask.cu_seqlens_n = 2;
+    if (o->odd == 11)
+        l.mask.borders.cu_seqlens = rank == 1 ? cu_seqlens[1] : cu_seqlens[0],
+        l.mask.borders.cu_seqlens_n = 2;
     if (rank == 1 && o->odd == 12) l.mask.sinks = w;
     if (rank == 1 && o->odd == 13) l.mask.causal = 0;
     if (o->odd == 6) l.q_norm_weight = w;
@@ -394,8 +396,9 @@ static void test_misuse(void)
     BAD("tile rows -1", bad.tile_rows = -1)
     BAD("a window of -1", bad.mask.window = -1)
     BAD("soft-cap -2", bad.mask.softcap = -2)
-    BAD("packed document 1 is [5, 3)", (bad.mask.cu_seqlens = cu_seqlens, bad.mask.cu_seqlens_n = 2))
-    BAD("2 packed documents, cu_seqlens is NULL", bad.mask.cu_seqlens_n = 2)
+    BAD("packed document 1 is [5, 3)",
+        (bad.mask.borders.cu_seqlens = cu_seqlens, bad.mask.borders.cu_seqlens_n = 2))
+    BAD("2 packed documents, cu_seqlens is NULL", bad.mask.borders.cu_seqlens_n = 2)
     BAD("a plan for ring rank 1 of 2 on rank 0 of a ring of 1", bad.plan = &ring_plan)
 
     GOOD(upipe_layer_fwd(&c, &l, &save, x));

@@ -253,7 +253,7 @@ static const int64_t packed[2][3] = {{0, 3, TOKENS}, {0, 4, TOKENS}};
 
 static void pack(upipe_mask *m, const int64_t *cu_seqlens)
 {
-    m->cu_seqlens = cu_seqlens, m->cu_seqlens_n = 2;
+    m->borders.cu_seqlens = cu_seqlens, m->borders.cu_seqlens_n = 2;
 }
 
 /* What is wrong, the call that must say so, and what it must say. */
@@ -362,8 +362,8 @@ static const int64_t uncovered[2][2] = {{0, TOKENS - 1}, {1, TOKENS}};
 
 static void leave_out(host *h, int end)
 {
-    h->l.mask.cu_seqlens = h->lin.borders.cu_seqlens = h->scan.borders.cu_seqlens = uncovered[end];
-    h->l.mask.cu_seqlens_n = h->lin.borders.cu_seqlens_n = h->scan.borders.cu_seqlens_n = 1;
+    h->l.mask.borders.cu_seqlens = h->lin.borders.cu_seqlens = h->scan.borders.cu_seqlens = uncovered[end];
+    h->l.mask.borders.cu_seqlens_n = h->lin.borders.cu_seqlens_n = h->scan.borders.cu_seqlens_n = 1;
     h->f.layer.mask = h->q.mask = h->l.mask;
 }
 
@@ -379,8 +379,8 @@ MISTAKE(uncovered_linear, leave_out(h, 0); return linear_fwd(h))
 MISTAKE(uncovered_linear_begin, leave_out(h, 1); return linear_fwd(h))
 MISTAKE(uncovered_scan, leave_out(h, 1); return scanned_fwd(h))
 MISTAKE(uncovered_batch, upipe_plan_desc d = h->plan.desc; d.batch = 2; d.tokens = TOKENS / 2;
-        WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); h->l.mask.cu_seqlens = packed[0];
-        h->l.mask.cu_seqlens_n = 1; return fwd(h))
+        WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); h->l.mask.borders.cu_seqlens = packed[0];
+        h->l.mask.borders.cu_seqlens_n = 1; return fwd(h))
 
 /* ---- a plan that was changed ---- */
 

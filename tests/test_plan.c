@@ -213,8 +213,9 @@ static void test_schedules(void)
 static int position_sees(const upipe_mask *m, int64_t sequence, int64_t q, int64_t k)
 {
     if ((m->causal && k > q) || (m->window > 0 && k <= q - m->window)) return 0;
-    for (int64_t i = 1; m->cu_seqlens != NULL && i < m->cu_seqlens_n; ++i)
-        if ((m->cu_seqlens[i] <= sequence + q) != (m->cu_seqlens[i] <= sequence + k)) return 0;
+    for (int64_t i = 1; m->borders.cu_seqlens != NULL && i < m->borders.cu_seqlens_n; ++i)
+        if ((m->borders.cu_seqlens[i] <= sequence + q) != (m->borders.cu_seqlens[i] <= sequence + k))
+            return 0;
     return 1;
 }
 
@@ -307,8 +308,8 @@ static void test_rings(void)
                                 {.causal = 1},
                                 {.causal = 1, .window = 9},
                                 {.window = 30},
-                                {.causal = 1, .cu_seqlens = borders, .cu_seqlens_n = 7},
-                                {.cu_seqlens = borders, .cu_seqlens_n = 7}};
+                                {.causal = 1, .borders = {borders, 7}},
+                                {.borders = {borders, 7}}};
     for (int layout = 0; layout < UPIPE_LAYOUTS; ++layout) {
         for (int mode = UPIPE_RING_P2P; mode <= UPIPE_RING_ALL_GATHER; ++mode) {
             for (int ring = 2; ring <= 8; ++ring) {

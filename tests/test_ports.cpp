@@ -359,7 +359,7 @@ static void test_port(const mask &m, bool by_class)
         d.plan.tokens = T, d.plan.batch = B, d.plan.ranks = ranks, d.plan.heads = HQ, d.plan.kv_heads = HKV;
         d.plan.head_dim = D, d.layers = LAYERS, d.user = &j;
         d.call.mask.causal = 1, d.call.mask.sinks = m.sinks, d.call.mask.window = m.window;
-        d.call.mask.cu_seqlens = borders.data(), d.call.mask.cu_seqlens_n = m.documents;
+        d.call.mask.borders.cu_seqlens = borders.data(), d.call.mask.borders.cu_seqlens_n = m.documents;
         run_ranks(d, body);
     }
 }

@@ -312,8 +312,8 @@ static upipe_status odd_body(void *user, int rank)
     l.wq = l.wk = l.wv = w;
     l.mask.causal = 1;
     l.mask.window = other == ODD_WINDOW ? 5 : 0;
-    l.mask.cu_seqlens = other == ODD_CU_SEQLENS ? cu_seqlens : NULL;
-    l.mask.cu_seqlens_n = other == ODD_CU_SEQLENS ? 2 : 0;
+    l.mask.borders.cu_seqlens = other == ODD_CU_SEQLENS ? cu_seqlens : NULL;
+    l.mask.borders.cu_seqlens_n = other == ODD_CU_SEQLENS ? 2 : 0;
     if (s == UPIPE_OK && !(other == ODD_AWAY && d.rank == 0)) {
         s = upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16));
         if (s == UPIPE_OK) s = upipe_saved_free(&c, &save);

@@ -24,8 +24,8 @@
 
 /* upipe_mask -- the mask of an attention call, a layer or a ring; zero fields mask nothing
  *   window      a query at position p sees no position below p - window + 1; 0 = no limit
- *   cu_seqlens  packed documents, as in upipe_borders. A query sees its own document alone; a query outside of all of
- *               them sees nothing, and all rows there may hold NaNs. NULL = none. Host memory
+ *   borders     of packed documents. A query sees its own document alone; a query outside of all of
+ *               them sees nothing, and all rows there may hold NaNs
  *   padded      nonzero: tokens outside of all documents are padding. Else the calls that know the whole sequence, those
  *               of a layer, of Q, K and V, and of segments, refuse documents that do not cover it
  *   sinks       f32 [H], where the backend computes: one more score a head, whose value is 0; NULL = none
@@ -34,21 +34,11 @@
  */
 typedef struct upipe_mask {
     int64_t window;
-    const int64_t *cu_seqlens;
-    int64_t cu_seqlens_n;
+    upipe_borders borders;
     const float *sinks;
     float softcap;
     int causal, padded;
 } upipe_mask;
-
-/* The mask's borders. */
-UPIPE_API upipe_borders upipe_mask_borders(const upipe_mask *m)
-{
-    upipe_borders b;
-    b.cu_seqlens = m->cu_seqlens;
-    b.cu_seqlens_n = m->cu_seqlens_n;
-    return b;
-}
 
 /* upipe_attn -- forward
  *   q k v o     one storage type, but o may be f32 beside narrower ones; o does not overlap the others
@@ -141,10 +131,9 @@ UPIPE_API void upipe_attn_visible(const upipe_attn *a, int64_t i, int64_t *first
     int64_t from = 0, to = n;
     if (m->causal) to = same + 1;
     if (m->window > 0) from = i - upipe_floor_div(m->window - 1 - away, step);
-    if (m->cu_seqlens != NULL) {
-        const upipe_borders b = upipe_mask_borders(m);
+    if (m->borders.cu_seqlens != NULL) {
         int64_t low, high;
-        if (upipe_borders_at(&b, pos, &low, &high)) {
+        if (upipe_borders_at(&m->borders, pos, &low, &high)) {
             /* the first keys at or behind both borders */
             low = -upipe_floor_div(a->k_pos - low, step);
             high = -upipe_floor_div(a->k_pos - high, step);
@@ -168,12 +157,12 @@ typedef struct upipe_attn_rows {
  * are padding, which neither sees nor is seen. All where there are no borders. */
 UPIPE_API upipe_attn_rows upipe_attn_inside(const upipe_attn *a, int64_t pos, int64_t n)
 {
-    const upipe_mask *m = &a->mask;
+    const upipe_borders *b = &a->mask.borders;
     const int64_t step = a->pos_step > 0 ? a->pos_step : 1;
     upipe_attn_rows x = {0, n};
-    if (m->cu_seqlens == NULL) return x;
-    x.end = upipe_clamp(-upipe_floor_div(pos - m->cu_seqlens[m->cu_seqlens_n], step), 0, n);
-    x.first = upipe_clamp(-upipe_floor_div(pos - m->cu_seqlens[0], step), 0, x.end);
+    if (b->cu_seqlens == NULL) return x;
+    x.end = upipe_clamp(-upipe_floor_div(pos - b->cu_seqlens[b->cu_seqlens_n], step), 0, n);
+    x.first = upipe_clamp(-upipe_floor_div(pos - b->cu_seqlens[0], step), 0, x.end);
     return x;
 }
 
@@ -213,7 +202,6 @@ UPIPE_API upipe_status upipe_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
 {
     const upipe_mask *m = &a->mask;
     const int64_t limit = INT64_C(1) << 60;
-    const upipe_borders borders = upipe_mask_borders(m);
     if (m->window < 0 || m->window > limit)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: a window of %lld positions",
                           (long long)m->window);
@@ -231,7 +219,7 @@ UPIPE_API upipe_status upipe_attn_check_masks(upipe_ctx *c, const upipe_attn *a)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "attention: soft-cap %g is out of all proportion to scale %g", m->softcap,
                           upipe_attn_scale(a));
-    return upipe_borders_check(&c->err, &borders);
+    return upipe_borders_check(&c->err, &m->borders);
 }
 
 /* Whether the backend supports what this call asks for.
@@ -246,7 +234,7 @@ UPIPE_API upipe_status upipe_attn_check_can(upipe_ctx *c, const upipe_attn *a, i
                                         "a gradient of q that is added to"};
     int asked = 0, i;
     if (a->mask.window != 0) asked |= UPIPE_ATTN_WINDOW;
-    if (a->mask.cu_seqlens != NULL) asked |= UPIPE_ATTN_CU_SEQLENS;
+    if (a->mask.borders.cu_seqlens != NULL) asked |= UPIPE_ATTN_CU_SEQLENS;
     if (a->mask.softcap != 0) asked |= UPIPE_ATTN_SOFTCAP;
     if (a->mask.sinks != NULL) asked |= UPIPE_ATTN_SINKS;
     if (a->v.d != a->q.d) asked |= UPIPE_ATTN_V_DIM;

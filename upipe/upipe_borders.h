@@ -44,6 +44,13 @@ UPIPE_API int64_t upipe_borders_until(const upipe_borders *b, int64_t pos)
     return low;
 }
 
+/* upipe_borders_hash -- as ranks and passes compare them */
+UPIPE_API uint64_t upipe_borders_hash(const upipe_borders *b)
+{
+    const size_t n = b->cu_seqlens != NULL ? (size_t)(b->cu_seqlens_n + 1) : 0;
+    return upipe_hash_bytes(UPIPE_HASH, b->cu_seqlens, n * sizeof *b->cu_seqlens);
+}
+
 /* upipe_border_before -- the last border at or before a position; INT64_MIN: there is none */
 UPIPE_API int64_t upipe_border_before(const upipe_borders *b, int64_t pos)
 {

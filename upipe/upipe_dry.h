@@ -89,14 +89,13 @@ UPIPE_API upipe_dry *upi_dry_of(const upipe_ctx *c)
  *                    time grows with the borders of cu_seqlens between these rows, not with rows */
 UPIPE_API double upipe_attn_pairs(const upipe_attn *a)
 {
-    const int64_t *const borders = a->mask.cu_seqlens, step = a->pos_step > 0 ? a->pos_step : 1;
-    const upipe_borders documents = upipe_mask_borders(&a->mask);
+    const int64_t *const borders = a->mask.borders.cu_seqlens, step = a->pos_step > 0 ? a->pos_step : 1;
     double pairs = borders == NULL ? upi_dry_plain_pairs(a) : 0;
     const int64_t q_end = a->q_pos + a->q.n * step, k_end = a->k_pos + a->k.n * step;
     const int64_t from = a->q_pos > a->k_pos ? a->q_pos : a->k_pos, end = q_end < k_end ? q_end : k_end;
-    int64_t i = upipe_borders_until(&documents,
+    int64_t i = upipe_borders_until(&a->mask.borders,
                                     from); /* the document of `from` begins at the border before this one */
-    for (i -= i > 0; i < a->mask.cu_seqlens_n && borders[i] < end; ++i) {
+    for (i -= i > 0; i < a->mask.borders.cu_seqlens_n && borders[i] < end; ++i) {
         upipe_attn part = *a;
         part.q.n = upi_dry_between(&part.q_pos, a->q.n, step, borders[i], borders[i + 1]);
         part.k.n = upi_dry_between(&part.k_pos, a->k.n, step, borders[i], borders[i + 1]);

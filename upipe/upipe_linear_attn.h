@@ -94,7 +94,7 @@ UPIPE_API upipe_status upi_way_agree(upipe_ctx *c, upipe_comm *comm, const upipe
     upipe_field_real(&f, "scale", (double)call->scale);
     upipe_field_int(&f, "carry", carried);
     upipe_field_int(&f, "cu_seqlens_n", a->borders.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &a->borders) >> 1));
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&a->borders) >> 1));
     UPIPE_TRY(upipe_given_same(&c->err, given, a->plan->seal, 0, &f, NULL, 0));
     upipe_field_int(&f, "its direction (1: backward)", pass);
     return upipe_comm_agree(c, comm, &f);

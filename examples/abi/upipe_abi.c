@@ -100,7 +100,8 @@ static upipe_qkv abi_masked(const upipe_abi_desc *d, const abi_rank *r)
 {
     upipe_qkv a = {0};
     a.plan = &r->plan, a.scale = d->scale, a.mask.causal = d->causal, a.mask.window = d->window;
-    a.mask.softcap = d->softcap, a.mask.cu_seqlens = r->cu_seqlens, a.mask.cu_seqlens_n = r->sequences;
+    a.mask.softcap = d->softcap, a.mask.borders.cu_seqlens = r->cu_seqlens,
+    a.mask.borders.cu_seqlens_n = r->sequences;
     return a;
 }
 
@@ -123,8 +124,7 @@ static upipe_status abi_read(upipe_abi_desc *out, const upipe_abi_desc *desc, up
     if (out->layers == 0) out->layers = 1;
     if (out->ring == 0) out->ring = 1;
     if (out->ranks < 0 || out->ranks > UPIPE_RANKS_MAX)
-        return upipe_fail(err, UPIPE_ERR_ARG, "%d ranks, at most %d", (int)out->ranks,
-                          (int)UPIPE_RANKS_MAX);
+        return upipe_fail(err, UPIPE_ERR_ARG, "%d ranks, at most %d", (int)out->ranks, (int)UPIPE_RANKS_MAX);
     if (out->ring < 0 || out->ring > UPIPE_RANKS_MAX)
         return upipe_fail(err, UPIPE_ERR_ARG, "a ring of %d ranks, at most %d", (int)out->ring,
                           (int)UPIPE_RANKS_MAX);

@@ -68,8 +68,8 @@ static upipe_layer method_layer(const options *o, const method_rank *rank)
     l.rope_factor = rank->rates.factor;
     l.mask.causal = !o->full;
     l.mask.window = o->window;
-    l.mask.cu_seqlens = o->borders;
-    l.mask.cu_seqlens_n = o->borders_n;
+    l.mask.borders.cu_seqlens = o->borders;
+    l.mask.borders.cu_seqlens_n = o->borders_n;
     l.mask.softcap = (float)o->softcap;
     l.mask.sinks = o->sinks ? &sink : NULL;
     return l;

@@ -168,8 +168,8 @@ static inline packed_balance packed_balance_of(const upipe_plan_desc *d, int64_t
     memset(&mask, 0, sizeof mask);
     mask.causal = 1;
     mask.window = window;
-    mask.cu_seqlens = borders;
-    mask.cu_seqlens_n = n;
+    mask.borders.cu_seqlens = borders;
+    mask.borders.cu_seqlens_n = n;
     b.ring = d->ring;
     b.step = (double *)estimate_memory((size_t)d->ring * (size_t)d->ring, sizeof *b.step);
     for (step = 0; step < b.ring; ++step) {

@@ -45,8 +45,8 @@ class UpipeAttention final : public AttentionBackend
         call.mask.sinks = p.sinks;
         if (p.cu_seqlens != nullptr) {
             borders.assign(p.cu_seqlens, p.cu_seqlens + p.documents + 1);
-            call.mask.cu_seqlens = borders.data();
-            call.mask.cu_seqlens_n = p.documents;
+            call.mask.borders.cu_seqlens = borders.data();
+            call.mask.borders.cu_seqlens_n = p.documents;
         }
         return call;
     }

@@ -35,7 +35,7 @@ static void say(const upipe_attn *a)
 {
     printf("  %lld tokens, %d / %d heads, d %d%s%s%s\n", (long long)a->q.n, a->q.h, a->k.h, a->q.d,
            a->mask.causal ? ", causal" : "", a->mask.window > 0 ? ", window" : "",
-           a->mask.cu_seqlens != NULL ? ", packed" : "");
+           a->mask.borders.cu_seqlens != NULL ? ", packed" : "");
 }
 
 /* The tables that the kernels before leave in scratch: what each query sees, and the order of blocks. */
@@ -54,7 +54,7 @@ static void tables(const upipe_attn *a, upi_cuda_fwd90_args *g, std::vector<int>
         upipe_attn_visible(a, i, &first, &end);
         runs[i].first = (int)first, runs[i].end = (int)std::max(first, end);
     }
-    if (a->mask.cu_seqlens == NULL) return;
+    if (a->mask.borders.cu_seqlens == NULL) return;
     order->assign((size_t)blocks, -1);
     simt_run(launch, [&] { upi_cuda_fwd90_order_kernel<shape::ROWS, KEYS>(g->a, order->data(), blocks); });
     digest = upipe_hash_bytes(digest, order->data(), order->size() * sizeof(int));
@@ -184,8 +184,8 @@ static void test_packed(void)
                                                          : (int64_t)(200 * exp(test_below(&r, 5000) * 1e-3));
                         border.push_back(std::min(n, border.back() + next));
                     }
-                    a.mask.cu_seqlens = border.data();
-                    a.mask.cu_seqlens_n = (int64_t)border.size() - 1;
+                    a.mask.borders.cu_seqlens = border.data();
+                    a.mask.borders.cu_seqlens_n = (int64_t)border.size() - 1;
                     check_masked(a, 1.03);
                 }
 }
@@ -197,8 +197,8 @@ static void test_unseen(void)
     for (int d : dims) {
         upipe_attn a = call_make(1000, 2, 1, d, 1);
         a.q_pos = 500;
-        a.mask.cu_seqlens = border;
-        a.mask.cu_seqlens_n = 3;
+        a.mask.borders.cu_seqlens = border;
+        a.mask.borders.cu_seqlens_n = 3;
         check_masked(a, 1.03);
     }
 }

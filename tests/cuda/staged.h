@@ -297,7 +297,8 @@ static size_t staged_attn_bytes(const upipe_ops *ops, const upipe_attn *a, int b
 /* Attention forward, or backward where there are gradients. */
 static upipe_status staged_attend(const upipe_attn *a, const upipe_attn_grad *g)
 {
-    const size_t seqlens_bytes = ((size_t)a->mask.cu_seqlens_n + 1) * sizeof *a->mask.cu_seqlens;
+    const size_t seqlens_bytes =
+        ((size_t)a->mask.borders.cu_seqlens_n + 1) * sizeof *a->mask.borders.cu_seqlens;
     int64_t *seqlens = NULL;
     upipe_attn_grad there;
     upipe_status s;
@@ -321,10 +322,11 @@ static upipe_status staged_attend(const upipe_attn *a, const upipe_attn_grad *g)
         there.dq = staged_view(g->dq), there.dk = staged_view(g->dk), there.dv = staged_view(g->dv);
         there.dsinks = (float *)staged_at(g->dsinks);
     }
-    if (a->mask.cu_seqlens != NULL) {
+    if (a->mask.borders.cu_seqlens != NULL) {
         seqlens = (int64_t *)malloc(seqlens_bytes);
         if (seqlens == NULL) exit(2);
-        there.a.mask.cu_seqlens = (const int64_t *)memcpy(seqlens, a->mask.cu_seqlens, seqlens_bytes);
+        there.a.mask.borders.cu_seqlens =
+            (const int64_t *)memcpy(seqlens, a->mask.borders.cu_seqlens, seqlens_bytes);
     }
     there.a.work = device_new(staged.d, a->work_bytes);
     if (g != NULL && staged.look != NULL) staged.look(&there);

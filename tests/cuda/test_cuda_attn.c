@@ -258,7 +258,7 @@ static void test_scratch(void)
         g.a.mask.window = 100;
         CHECK_INT(dev.ops.attn_bytes(&dev.ops, &g.a, 0), 8 << 20);
         CHECK_INT(dev.ops.attn_bytes(&dev.ops, &g.a, 1), need + (8 << 22));
-        g.a.mask.cu_seqlens = &g.a.q.n;
+        g.a.mask.borders.cu_seqlens = &g.a.q.n;
         CHECK_INT(dev.ops.attn_bytes(&dev.ops, &g.a, 0), (8 << 20) + 64 * ((1 << 20) / 128 / 16 + 1));
         CHECK_INT(dev.ops.attn_bytes(&dev.ops, &g.a, 1), need + (8 << 22));
         g.a.merge = 1;

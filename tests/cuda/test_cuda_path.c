@@ -286,8 +286,8 @@ static upipe_status refused_body(void *user, int rank)
     l->wq = l->wk = l->wv = buf;
     l->mask.causal = 1;
     l->mask.window = what == WINDOW ? 5 : 0;
-    l->mask.cu_seqlens = what == CU_SEQLENS ? cu_seqlens : NULL;
-    l->mask.cu_seqlens_n = what == CU_SEQLENS ? 2 : 0;
+    l->mask.borders.cu_seqlens = what == CU_SEQLENS ? cu_seqlens : NULL;
+    l->mask.borders.cu_seqlens_n = what == CU_SEQLENS ? 2 : 0;
     l->mask.softcap = what == SOFTCAP ? 30 : 0;
     l->mask.sinks = what == SINKS ? (const float *)buf : NULL;
     segments.segments = 2;

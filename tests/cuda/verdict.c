@@ -325,8 +325,8 @@ static FILE *open_evidence(const char *path, const verdict *v)
             (long long)x->queries, (long long)x->keys, x->heads, x->kv_heads, (long long)x->q_pos,
             tile != NULL ? atoi(tile + 9) : 0);
     fprintf(out, "borders");
-    for (int64_t b = 0; b <= v->g.a.mask.cu_seqlens_n && v->g.a.mask.cu_seqlens != NULL; ++b)
-        fprintf(out, " %lld", (long long)v->g.a.mask.cu_seqlens[b]);
+    for (int64_t b = 0; b <= v->g.a.mask.borders.cu_seqlens_n && v->g.a.mask.borders.cu_seqlens != NULL; ++b)
+        fprintf(out, " %lld", (long long)v->g.a.mask.borders.cu_seqlens[b]);
     fprintf(out, "\nscale %g\ncapability %d\nprocessors %d\nmargin %d\nchoice %s\n",
             (double)scale_of(x, LABELS), dev.cuda.capability, dev.cuda.processors, dev.cuda.margin, choice);
     return out;

@@ -105,7 +105,7 @@ static upipe_attn mask_of(const verdict_case *x)
     a.q.n = x->queries, a.k.n = x->keys;
     a.q_pos = x->q_pos;
     a.mask.causal = x->mask == CAUSAL || x->mask == GROUPED || x->mask == PACKED_RUNS || x->mask == ITEMS;
-    if (x->mask == PACKED_RUNS) a.mask.cu_seqlens = borders, a.mask.cu_seqlens_n = 3;
+    if (x->mask == PACKED_RUNS) a.mask.borders.cu_seqlens = borders, a.mask.borders.cu_seqlens_n = 3;
     return a;
 }
 

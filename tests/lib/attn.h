@@ -152,8 +152,8 @@ static inline void attn_set(upipe_attn *a, const oracle_attn *t)
     a->pos_step = t->pos_step;
     a->mask.causal = t->causal;
     a->mask.window = t->window;
-    a->mask.cu_seqlens = t->cu_seqlens;
-    a->mask.cu_seqlens_n = t->cu_seqlens_n;
+    a->mask.borders.cu_seqlens = t->cu_seqlens;
+    a->mask.borders.cu_seqlens_n = t->cu_seqlens_n;
     a->mask.softcap = (float)t->softcap;
     a->mask.sinks = t->sinks;
     a->scale = (float)t->scale;

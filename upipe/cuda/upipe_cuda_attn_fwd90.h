@@ -619,7 +619,7 @@ UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *cal
     grid = upi_cuda_fwd90_deal<D, KEYS>(&g, self->processors - self->margin);
     UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_fwd90_kernel<D, KEYS>), shape::SHARED));
     if (a->runs != NULL) UPIPE_TRY(upi_cuda_attn_query_runs(c, call, (upi_cuda_attn_run *)call->work));
-    if (call->mask.cu_seqlens != NULL) {
+    if (call->mask.borders.cu_seqlens != NULL) {
         int *order = (int *)((char *)call->work + upi_cuda_attn_runs_bytes(a->queries));
         UPIPE_TRY(UPI_LAUNCH(c, (upi_cuda_fwd90_order_kernel<shape::ROWS, KEYS>),
                              (unsigned)((g.blocks + UPI_FWD90_ORDER_THREADS - 1) / UPI_FWD90_ORDER_THREADS),

@@ -228,7 +228,7 @@ UPIPE_API upi_cuda_attn_side upi_cuda_attn_side_make(const upipe_attn *a, upi_cu
 UPIPE_API upipe_status upi_cuda_attn_query_runs(upipe_ctx *c, const upipe_attn *a, upi_cuda_attn_run *runs)
 {
     upi_cuda_attn_side s = upi_cuda_attn_side_make(a, runs);
-    return upi_cuda_attn_runs_make(c, &s, a->q.n, a->mask.cu_seqlens, a->mask.cu_seqlens_n);
+    return upi_cuda_attn_runs_make(c, &s, a->q.n, a->mask.borders.cu_seqlens, a->mask.borders.cu_seqlens_n);
 }
 
 /* The queries that see each key, [a->k.n]: key j is seen from query j - after to query j + before. */
@@ -241,7 +241,7 @@ UPIPE_API upipe_status upi_cuda_attn_key_runs(upipe_ctx *c, const upipe_attn *a,
     s.after = q.before;
     s.pos = a->k_pos;
     s.other_pos = a->q_pos;
-    return upi_cuda_attn_runs_make(c, &s, a->k.n, a->mask.cu_seqlens, a->mask.cu_seqlens_n);
+    return upi_cuda_attn_runs_make(c, &s, a->k.n, a->mask.borders.cu_seqlens, a->mask.borders.cu_seqlens_n);
 }
 
 /* dsinks += the sinks' gradient, where it is wanted. */

@@ -35,7 +35,8 @@ UPIPE_API int upi_cuda_attn_columns(const upipe_attn *a)
 /* Whether the call needs a kernel with tables. */
 UPIPE_API int upi_cuda_attn_masked(const upipe_attn *a)
 {
-    return a->mask.window > 0 || a->mask.cu_seqlens != NULL || a->mask.softcap > 0 || a->v.d != a->q.d;
+    return a->mask.window > 0 || a->mask.borders.cu_seqlens != NULL || a->mask.softcap > 0 ||
+           a->v.d != a->q.d;
 }
 
 /* Bytes of a table of runs, a multiple of 64; SIZE_MAX where they leave 63 bits. */
@@ -50,7 +51,7 @@ UPIPE_API size_t upi_cuda_attn_runs_bytes(int64_t rows)
  * has 128 queries or more. */
 UPIPE_API size_t upi_cuda_attn_order_bytes(const upipe_attn *a)
 {
-    return a->mask.cu_seqlens != NULL ? ((size_t)(a->q.n / 128 + 1) * 4 + 63) / 64 * 64 : 0;
+    return a->mask.borders.cu_seqlens != NULL ? ((size_t)(a->q.n / 128 + 1) * 4 + 63) / 64 * 64 : 0;
 }
 
 UPIPE_API int64_t upi_cuda_attn_query_tiles(const upipe_attn *a)

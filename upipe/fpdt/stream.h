@@ -156,7 +156,8 @@ UPIPE_API upipe_status upi_stream_bwd_offload(upipe_ctx *c, void *stream, int n)
 UPIPE_API int upi_stream_alike(const upi_stream *v)
 {
     const upipe_fpdt *f = v->s->z.f;
-    return f->layer.mask.cu_seqlens == NULL && f->layer.mask.window == 0 && f->desc.tokens % f->segments == 0;
+    return f->layer.mask.borders.cu_seqlens == NULL && f->layer.mask.window == 0 &&
+           f->desc.tokens % f->segments == 0;
 }
 
 /* In a dry pool the second segment counts for all behind it too. */

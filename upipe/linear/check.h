@@ -76,7 +76,7 @@ UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
     upipe_field_real(&f, "its norm_eps", (double)l->norm_eps);
     upipe_field_int(&f, "position of its first token", l->first);
     upipe_field_int(&f, "cu_seqlens_n", l->borders.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &l->borders) >> 1));
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&l->borders) >> 1));
     return f;
 }
 

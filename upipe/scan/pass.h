@@ -107,7 +107,7 @@ UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upip
     upipe_field_int(&f, "bytes of a row", row_bytes);
     upipe_field_int(&f, "carry", carried);
     upipe_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_scan_hash(UPIPE_HASH, &s->borders) >> 1));
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&s->borders) >> 1));
     if (given != NULL) UPIPE_TRY(upipe_given_same(&c->err, given, s->plan->seal, 0, &f, NULL, 0));
     upipe_field_int(&f, "its direction (1: backward)", call);
     return upipe_comm_agree(c, comm, &f);

@@ -99,13 +99,6 @@ UPIPE_API int upi_scan_depth(const upipe_scan *s)
     return longest;
 }
 
-/* `hash` with the borders of packed documents, as ranks and passes compare them. */
-UPIPE_API uint64_t upi_scan_hash(uint64_t hash, const upipe_borders *b)
-{
-    const size_t n = b->cu_seqlens != NULL ? (size_t)(b->cu_seqlens_n + 1) : 0;
-    return upipe_hash_bytes(hash, b->cu_seqlens, n * sizeof *b->cu_seqlens);
-}
-
 UPIPE_API int upi_scan_stage_heads(const upipe_scan *s)
 {
     return s->stage_heads > 0 && s->stage_heads < s->heads ? s->stage_heads : s->heads;

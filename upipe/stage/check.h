@@ -40,17 +40,14 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
                                        upipe_given *given)
 {
     const upipe_plan_desc *d = &l->plan->desc;
-    const upipe_borders documents = upipe_mask_borders(&l->mask);
-    const size_t borders = l->mask.cu_seqlens != NULL ? (size_t)(l->mask.cu_seqlens_n + 1) : 0;
-    const uint64_t hash =
-        upipe_hash_bytes(UPIPE_HASH, l->mask.cu_seqlens, borders * sizeof *l->mask.cu_seqlens);
     const size_t pairs =
         l->rope_rates != NULL ? (size_t)(l->rope_dims > 0 ? l->rope_dims : d->head_dim) / 2 : 0;
     const uint64_t rates = upipe_hash_bytes(UPIPE_HASH, l->rope_rates, pairs * sizeof *l->rope_rates);
     upipe_fields f;
     f.n = 0;
     if (!l->mask.padded)
-        UPIPE_TRY(upipe_borders_cover(&c->err, &documents, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
+        UPIPE_TRY(
+            upipe_borders_cover(&c->err, &l->mask.borders, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
     upipe_field_int(&f, "tokens", d->tokens);
     upipe_field_int(&f, "tokens of all segments", tokens);
     upipe_field_int(&f, "segments", segments);
@@ -74,8 +71,8 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "causal", l->mask.causal != 0);
     upipe_field_int(&f, "window", l->mask.window);
     upipe_field_int(&f, "sinks", l->mask.sinks != NULL);
-    upipe_field_int(&f, "cu_seqlens_n", l->mask.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(hash >> 1));
+    upipe_field_int(&f, "cu_seqlens_n", l->mask.borders.cu_seqlens_n);
+    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&l->mask.borders) >> 1));
     upipe_field_real(&f, "softcap", l->mask.softcap);
     upipe_field_int(&f, "biases and norm (1 bq, 2 bk, 4 bv, 8 qk_norm)",
                     (l->bq != NULL) + 2 * (l->bk != NULL) + 4 * (l->bv != NULL) +

@@ -10,7 +10,7 @@
  *     k = step * batch + row;                                 which sample, from 0
  *     w = data_window(&d, &order, seed, k);                   -1 without memory
  *     data_fill(&d, &order, w, &plan.shard, inputs, targets);         a rank's tokens of it; -1: it has changed
- *     n = data_borders(&d, &order, w, 0, cu_seqlens);                 mask.cu_seqlens, where d.packed
+ *     n = data_borders(&d, &order, w, 0, cu_seqlens);                 mask.borders.cu_seqlens, where d.packed
  *     data_order_free(&order);  data_close(&d);
  *
  * Window w has as inputs the tokens w*S .. w*S + S - 1, and as targets the token after each. windows is

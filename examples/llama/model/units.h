@@ -244,8 +244,8 @@ static inline upipe_layer model_attention_layer(const model_rank *r, int64_t lay
     l.mask.causal = 1;
     l.mask.window = llama_window(config, layer);
     l.mask.softcap = (float)config->attention_cap;
-    l.mask.cu_seqlens = r->borders;
-    l.mask.cu_seqlens_n = r->borders_n;
+    l.mask.borders.cu_seqlens = r->borders;
+    l.mask.borders.cu_seqlens_n = r->borders_n;
     l.tile_rows = config->dim;
     l.q_norm_weight = model_vector(r, LLAMA_QNORM, layer);
     l.k_norm_weight = model_vector(r, LLAMA_KNORM, layer);

@@ -52,9 +52,9 @@ typedef struct trainer_batch {
     const int32_t *inputs, *targets;
     int64_t valid; /* targets >= 0; -1: this rank could not read its tokens, and no rank takes the step */
     const int64_t *
-        borders; /* of packed documents, the same on all ranks: mask.cu_seqlens of each micro-batch, from 0 to
+        borders; /* of packed documents, the same on all ranks: mask.borders.cu_seqlens of each micro-batch, from 0 to
                              * batch * tokens, one behind the other, until the next step; NULL: none */
-    int stop;    /* not 0: this rank wants to stop after the step, by a signal of this number */
+    int stop; /* not 0: this rank wants to stop after the step, by a signal of this number */
 } trainer_batch;
 
 typedef struct trainer_rates {
