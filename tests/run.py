@@ -126,6 +126,9 @@ def parts():
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
              ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,
              needs=(lambda: starts('-fsanitize=thread', thread_wrapper()), 'ThreadSanitizer does not start here')),
+        # Bytes and plans depend on the instructions that a machine has: those of most machines, where this one has more.
+        *([Part('avx2', ['-Doptimization=0', *avx2], full='dry planner', ordinary='dry planner', builds=['examples/upipe-plan'])]
+          if avx2 else []),
         # What users compile: all optimizations, and another compiler. What computes: the others' checks are of words and
         # files, which do not depend on the compiler.
         Part('gcc-O3', [], full='layer ring fpdt llama checkpoint',

@@ -65,8 +65,8 @@ UPIPE_API int64_t upipe_border_behind(const upipe_borders *b, int64_t pos)
     return b->cu_seqlens != NULL && n <= b->cu_seqlens_n ? b->cu_seqlens[n] : INT64_MAX;
 }
 
-/* upipe_borders_at -- the document of a position, [*begin, *end); returns 0 where there is none, and leaves INT64_MIN or
- *                     INT64_MAX where there is no border on that side */
+/* upipe_borders_at -- the packed document where a position lies, [*begin, *end). Returns 0 where there is none: then *begin
+ *                     is INT64_MIN before the first border, and *end INT64_MAX behind the last one */
 UPIPE_API int upipe_borders_at(const upipe_borders *b, int64_t pos, int64_t *begin, int64_t *end)
 {
     const int64_t n = upipe_borders_until(b, pos);
@@ -82,7 +82,7 @@ UPIPE_API upipe_status upipe_borders_cover(upipe_err *e, const upipe_borders *b,
         (b->cu_seqlens[0] <= first && end <= b->cu_seqlens[b->cu_seqlens_n]))
         return UPIPE_OK;
     return upipe_fail(e, UPIPE_ERR_ARG,
-                      "packed documents of [%lld, %lld) do not cover the tokens [%lld, %lld)",
+                      "packed documents, [%lld, %lld) in all, do not cover the tokens [%lld, %lld)",
                       (long long)b->cu_seqlens[0], (long long)b->cu_seqlens[b->cu_seqlens_n],
                       (long long)first, (long long)end);
 }

@@ -93,8 +93,8 @@ UPIPE_API double upipe_attn_pairs(const upipe_attn *a)
     double pairs = borders == NULL ? upi_dry_plain_pairs(a) : 0;
     const int64_t q_end = a->q_pos + a->q.n * step, k_end = a->k_pos + a->k.n * step;
     const int64_t from = a->q_pos > a->k_pos ? a->q_pos : a->k_pos, end = q_end < k_end ? q_end : k_end;
-    int64_t i = upipe_borders_until(&a->mask.borders,
-                                    from); /* the document of `from` begins at the border before this one */
+    /* `from` lies in what begins at the border before this one */
+    int64_t i = upipe_borders_until(&a->mask.borders, from);
     for (i -= i > 0; i < a->mask.borders.cu_seqlens_n && borders[i] < end; ++i) {
         upipe_attn part = *a;
         part.q.n = upi_dry_between(&part.q_pos, a->q.n, step, borders[i], borders[i + 1]);

@@ -357,7 +357,7 @@ static inline upipe_layer run_layer(const run_case *test)
                      .mask.window = shape->window,
                      .mask.borders.cu_seqlens = shape->cu_seqlens,
                      .mask.borders.cu_seqlens_n = shape->cu_seqlens_n,
-                     .mask.padded = 1,
+                     .mask.padded = shape->cu_seqlens != NULL,
                      .mask.softcap = (float)shape->softcap,
                      .tile_rows = test->tile_rows,
                      .grad_dtype = test->grad_dtype};
