@@ -129,7 +129,6 @@ static upipe_status rank_main(void *user, int rank)
     upipe_scan s = {
         .plan = &plan, .heads = HEADS, .key_dim = KEY, .value_dim = VALUE, .stage_heads = STAGE_HEADS};
     part p = {.s = q};
-    upipe_states states = {0};
     void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL), *data;
     upipe_status status;
     upipe_mem_init(&mem, slab, slab != NULL ? POOL : 0, blocks, BLOCKS);
@@ -138,8 +137,7 @@ static upipe_status rank_main(void *user, int rank)
     if (status == UPIPE_OK) p.first = upipe_shard_pos(&plan.shard, 0), p.n = plan.local;
     if (status == UPIPE_OK)
         status = upipe_alloc(&c, &data, STATE * sizeof(float), UPIPE_USE_CHECKPOINT, "states");
-    if (status == UPIPE_OK) states.data = (float *)data;
-    if (status == UPIPE_OK) status = layer(&c, &s, &p, &states);
+    if (status == UPIPE_OK) status = layer(&c, &s, &p, &(upipe_states){.data = (float *)data});
     if (status != UPIPE_OK) upipe_comm_abort(c.team, c.err.text);
     q->sent[rank] = c.team->sent_bytes;
     free(slab);

@@ -93,6 +93,7 @@ typedef struct upipe_mem_block {
     const char *tag;            /* the caller's, for people; kept by address */
     int use;                    /* a upipe_use */
     int quarantined;
+    void *link; /* see upipe_mem_link */
 } upipe_mem_block;
 
 /* One allocation or free, or the start of a phase (bytes = 0), as the trace records it. */
@@ -262,13 +263,13 @@ UPIPE_API upipe_status upipe_mem_alloc(upipe_mem *m, void **out, size_t bytes, i
     memmove(m->blocks + at + 1, m->blocks + at, (size_t)(m->blocks_n - at) * sizeof *m->blocks);
     if (++m->blocks_n > m->blocks_peak) m->blocks_peak = m->blocks_n;
     b = &m->blocks[at];
+    memset(b, 0, sizeof *b);
     b->offset = offset;
     b->bytes = bytes;
     b->span = span;
     b->serial = ++m->serial;
     b->tag = tag;
     b->use = use;
-    b->quarantined = 0;
     m->live += bytes;
     if (m->live > m->peak) m->peak = m->live;
     if (m->live > m->phase_peak[m->phase]) m->phase_peak[m->phase] = m->live;
@@ -398,6 +399,15 @@ UPIPE_API int upipe_tiles_next(upipe_mem *m, upipe_tiles *t, int64_t all, int64_
     t->times = dry && left > 0 ? left / t->n : 1;
     if (dry) m->times *= t->times;
     return left > 0;
+}
+
+/* upipe_mem_link -- the place beside a live block for an address of its owner's, NULL at first: so a list of blocks needs
+ *                   no memory of its own. NULL: p is no live block */
+UPIPE_API void **upipe_mem_link(const upipe_mem *m, const void *p)
+{
+    int i = 0;
+    while (i < m->blocks_n && m->slab + m->blocks[i].offset != (const char *)p) ++i;
+    return i < m->blocks_n ? &m->blocks[i].link : NULL;
 }
 
 /* From now on the peaks of ctx->mem count for this phase of the attention block. */

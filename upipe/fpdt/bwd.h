@@ -171,11 +171,11 @@ UPIPE_API upipe_status upi_fpdt_fetch_dkv(upipe_ctx *c, upi_fpdt_pass *s, upipe_
     const size_t bytes = is_k ? p->buffers.token_dk : p->buffers.token_dv;
     const char *host =
         upi_fpdt_at(is_k ? s->host.dk : s->host.dv, s->z.kv_tokens * (size_t)f->dim[which], 1, i, 0);
+    void *tokens;
     int n;
     for (n = 0; n < (p->kv_grads_partial ? 1 : p->rounds); ++n, host += bytes) {
-        void **tokens = upi_kv_grad_at(f, which, n);
-        UPIPE_TRY(upi_kv_grad_alloc(c, p, which, tokens));
-        UPIPE_TRY(upi_fpdt_copy(c, s, *tokens, host, bytes));
+        UPIPE_TRY(upi_kv_grad_alloc(c, f, which, &tokens));
+        UPIPE_TRY(upi_fpdt_copy(c, s, tokens, host, bytes));
     }
     return UPIPE_OK;
 }

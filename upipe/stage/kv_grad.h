@@ -3,7 +3,7 @@
  * The stages of a round add to dK' and dV' in f32. After the last one they are sent back to the ranks of
  * their tokens, where dWk and dWv are formed, and kept until dX is formed:
  *
- *     a rank's own heads      in the storage type, [rank][batch][T][kv_per_rank][dim] for each round
+ *     a rank's own heads      in the storage type, [rank][batch][T][kv_per_rank][dim] for each round: a list
  *     shared heads (partial)  summed over ranks in rank order, one buffer [Hkv][batch][T][dim]. Where sums continue over
  *                             stages (in order, uneven heads): in f32 until the last stage
  */
@@ -18,7 +18,7 @@ UPIPE_API upipe_status upi_kv_grad_sums(upipe_ctx *c, upipe_pass *f)
     const upipe_buffers *b = &f->plan->buffers;
     const size_t e = upipe_dtype_bytes(f->plan->desc.dtype), dk = b->token_dk / e * 4,
                  dv = b->token_dv / e * 4;
-    upipe_kv_pair *sum = &f->dkv_tokens[0];
+    upipe_kv_pair *sum = &f->dkv_tokens;
     UPIPE_TRY(upipe_alloc(c, &sum->k, dk, UPIPE_USE_DK, "dk"));
     UPIPE_TRY(upipe_alloc(c, &sum->v, dv, UPIPE_USE_DV, "dv"));
     UPIPE_TRY(c->ops->zero(c, sum->k, dk));
@@ -121,19 +121,28 @@ UPIPE_API upipe_status upi_kv_grad_reduce(upipe_ctx *c, const upipe_pass *f, int
     return upipe_free(c, partial);
 }
 
-/* The place of dK or dV of a round at its tokens. */
-UPIPE_API void **upi_kv_grad_at(upipe_pass *f, upipe_proj which, int round)
+/* dK or dV of a round at its tokens. */
+UPIPE_API void *upi_kv_grad_at(const upipe_ctx *c, const upipe_pass *f, upipe_proj which, int round)
 {
-    upipe_kv_pair *tokens = &f->dkv_tokens[f->plan->kv_grads_partial ? 0 : round];
-    return which == UPIPE_PROJ_K ? &tokens->k : &tokens->v;
+    void *at = which == UPIPE_PROJ_K ? f->dkv_tokens.k : f->dkv_tokens.v;
+    int n;
+    for (n = f->dkv_rounds[which] - 1; at != NULL && n > round; --n) at = *upipe_mem_link(c->mem, at);
+    return at;
 }
 
-/* Allocates a block of its size. */
-UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, const upipe_plan *p, upipe_proj which, void **tokens)
+/* Allocates that of the next round. */
+UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upipe_pass *f, upipe_proj which, void **tokens)
 {
+    const upipe_buffers *b = &f->plan->buffers;
     const int is_k = which == UPIPE_PROJ_K;
-    return upipe_alloc(c, tokens, is_k ? p->buffers.token_dk : p->buffers.token_dv,
-                       is_k ? UPIPE_USE_DK : UPIPE_USE_DV, is_k ? "dk" : "dv");
+    void **latest = is_k ? &f->dkv_tokens.k : &f->dkv_tokens.v;
+    UPIPE_TRY(upipe_alloc(c, tokens, is_k ? b->token_dk : b->token_dv, is_k ? UPIPE_USE_DK : UPIPE_USE_DV,
+                          is_k ? "dk" : "dv"));
+    if (*tokens == NULL) return UPIPE_OK; /* a rank without tokens */
+    *upipe_mem_link(c->mem, *tokens) = *latest;
+    *latest = *tokens;
+    ++f->dkv_rounds[which];
+    return UPIPE_OK;
 }
 
 /* After a round's last stage i: sends dK' and dV' to the ranks of their tokens, and forms dWk and dWv unless
@@ -141,9 +150,9 @@ UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, const upipe_plan *p, upip
 UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upipe_pass *f, int i, upipe_kv_pair *round)
 {
     const upipe_plan *p = f->plan;
-    const int stage = i + p->width - 1, n = upipe_plan_stage(p, stage).round;
+    const int stage = i + p->width - 1;
     upipe_kv_pair own = *round;
-    void *grads[2], **tokens[2], *buf;
+    void *grads[2], *tokens[2], *buf;
     int k;
     if (!upipe_plan_stage(p, stage).kv_last) return UPIPE_OK;
     if (p->kv_gathered) {
@@ -155,16 +164,18 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upipe_pass *f, int i, upi
     UPIPE_TRY(upipe_alloc(c, &buf, p->buffers.kv_grad, UPIPE_USE_GRAD, "kv_grad"));
     for (k = 0; k < 2; ++k) {
         const upipe_proj which = k == 0 ? UPIPE_PROJ_K : UPIPE_PROJ_V;
-        tokens[k] = upi_kv_grad_at(f, which, n);
-        if (!p->kv_grads_accumulate) UPIPE_TRY(upi_kv_grad_alloc(c, p, which, tokens[k]));
-        UPIPE_TRY(upi_kv_grad_to_tokens(c, f, stage, which, grads[k], *tokens[k], buf));
+        if (p->kv_grads_accumulate)
+            tokens[k] = upi_kv_grad_at(c, f, which, 0);
+        else
+            UPIPE_TRY(upi_kv_grad_alloc(c, f, which, &tokens[k]));
+        UPIPE_TRY(upi_kv_grad_to_tokens(c, f, stage, which, grads[k], tokens[k], buf));
         if (p->kv_rounds_shared) UPIPE_TRY(upipe_free(c, grads[k]));
     }
     UPIPE_TRY(upipe_free(c, buf));
     if (!p->kv_rounds_shared && p->kv_gathered) UPIPE_TRY(upi_kv_free(c, &own));
     if (p->kv_grads_accumulate) return UPIPE_OK; /* complete after the last stage: upi_kv_grad_end */
-    UPIPE_TRY(upi_stage_grad(c, f, UPIPE_PROJ_K, stage - p->steps + 1, *tokens[0]));
-    return upi_stage_grad(c, f, UPIPE_PROJ_V, stage - p->steps + 1, *tokens[1]);
+    UPIPE_TRY(upi_stage_grad(c, f, UPIPE_PROJ_K, stage - p->steps + 1, tokens[0]));
+    return upi_stage_grad(c, f, UPIPE_PROJ_V, stage - p->steps + 1, tokens[1]);
 }
 
 /* Casts sums over stages to the storage type: *sum becomes a new block. */
@@ -172,9 +183,11 @@ UPIPE_API upipe_status upi_kv_grad_narrow(upipe_ctx *c, const upipe_pass *f, upi
 {
     const upipe_plan *p = f->plan;
     const int64_t n = p->rows * p->desc.kv_heads;
+    const int is_k = which == UPIPE_PROJ_K;
     void *narrow;
     if (p->desc.dtype == UPIPE_F32) return UPIPE_OK;
-    UPIPE_TRY(upi_kv_grad_alloc(c, p, which, &narrow));
+    UPIPE_TRY(upipe_alloc(c, &narrow, is_k ? p->buffers.token_dk : p->buffers.token_dv,
+                          is_k ? UPIPE_USE_DK : UPIPE_USE_DV, is_k ? "dk" : "dv"));
     UPIPE_TRY(c->ops->cast(c, upipe_view_packed(narrow, p->desc.dtype, n, 1, f->dim[which]),
                            upipe_view_packed(*sum, UPIPE_F32, n, 1, f->dim[which])));
     UPIPE_TRY(upipe_free(c, *sum));
@@ -187,7 +200,7 @@ UPIPE_API upipe_status upi_kv_grad_narrow(upipe_ctx *c, const upipe_pass *f, upi
 UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, upipe_pass *f)
 {
     const upipe_head_run all = upipe_head_run_all_kv(f->plan);
-    upipe_kv_pair *sum = &f->dkv_tokens[0];
+    upipe_kv_pair *sum = &f->dkv_tokens;
     if (!f->plan->kv_rounds_shared) UPIPE_TRY(upi_kv_free(c, &f->dkv));
     UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_K, &sum->k));
     UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_V, &sum->v));
@@ -198,14 +211,19 @@ UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, upipe_pass *f)
 /* Frees dK and dV that are not read any more. */
 UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, upipe_pass *f)
 {
-    int n;
-    for (n = 0; n < (f->plan->kv_grads_partial ? 1 : f->plan->rounds); ++n)
-        UPIPE_TRY(upi_kv_free(c, &f->dkv_tokens[n]));
+    void **const latest[] = {&f->dkv_tokens.v, &f->dkv_tokens.k};
+    int i;
+    for (i = 0; i < 2; ++i)
+        while (*latest[i] != NULL) {
+            void *before = *upipe_mem_link(c->mem, *latest[i]);
+            UPIPE_TRY(upipe_free(c, *latest[i]));
+            *latest[i] = before;
+        }
     return UPIPE_OK;
 }
 
 /* dK or dV of the neighbouring heads from `head` on that are contiguous: a matrix [rows][n * dim]. */
-UPIPE_API upipe_view upi_kv_grad_matrix(upipe_pass *f, int head, upipe_proj which)
+UPIPE_API upipe_view upi_kv_grad_matrix(const upipe_ctx *c, const upipe_pass *f, int head, upipe_proj which)
 {
     const upipe_plan *p = f->plan;
     const int n = p->kv_grads_partial ? 1 : p->kv_per_rank;
@@ -214,7 +232,7 @@ UPIPE_API upipe_view upi_kv_grad_matrix(upipe_pass *f, int head, upipe_proj whic
         upipe_plan_q_place(p, head * p->group, &stage, &rank);
         at = rank;
     }
-    return upipe_view_packed((char *)*upi_kv_grad_at(f, which, upipe_plan_stage(p, stage).round) +
+    return upipe_view_packed((char *)upi_kv_grad_at(c, f, which, upipe_plan_stage(p, stage).round) +
                                  (size_t)at * upipe_plan_rows_bytes(p, n, f->dim[which]),
                              p->desc.dtype, p->rows, 1, n * f->dim[which]);
 }

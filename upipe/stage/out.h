@@ -166,7 +166,7 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upipe_pass *f, upipe_save
 }
 
 /* dX = dQ * Wq + dK * Wk + dV * Wv */
-UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, upipe_pass *f, upipe_view dx, const upipe_slots *dq)
+UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upipe_pass *f, upipe_view dx, const upipe_slots *dq)
 {
     const upipe_plan *p = f->plan;
     const upipe_dtype type = p->desc.dtype;
@@ -189,7 +189,7 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, upipe_pass *f, upipe_view dx, co
             for (head = 0; head < p->desc.kv_heads; head += n) {
                 n = p->kv_grads_partial ? 1 : p->kv_per_rank;
                 UPIPE_TRY(
-                    upi_tile_add(c, f, &tile, upi_kv_grad_matrix(f, head, (upipe_proj)which), head, w, 0));
+                    upi_tile_add(c, f, &tile, upi_kv_grad_matrix(c, f, head, (upipe_proj)which), head, w, 0));
             }
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, tile.out, tile.sum));

@@ -138,7 +138,8 @@ typedef struct upipe_pass {
     upi_stage_buffers stage[2]; /* those of stage i are at i % in_flight */
     upipe_kv_pair kv, dkv;      /* of the stage that was loaded last */
     upipe_kv_pair
-        dkv_tokens[UPIPE_STAGES_MAX]; /* of each round at its tokens; shared heads: [0], of all heads */
+        dkv_tokens; /* at their tokens: of the latest round, linked to those before; shared heads: of all */
+    int dkv_rounds[3];       /* how many are linked */
     upipe_kv_pair next, own; /* all-gather ring: K', V' being gathered for stage `coming`; this rank's part */
     int coming;              /* 0: none is being gathered */
 } upipe_pass;
