@@ -334,10 +334,12 @@ def documents():
     drawn = plan(*small, '--documents', 'lognormal:64,1.5,256')['documents']
     check(1 < drawn['number'] < tokens and drawn['pairs'] < drawn['pairs_of_one'], f'{drawn}')
     write(at('zeros'), '5 0 7')
+    write(at('nul'), '10 20\0 34')
     for sentence, *words in [
         ('lognormal:MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:4k,1,2k'),
         ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k,5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k 5'),
-        ('no length from 1', '--documents', at('zeros')), ('--max-tokens', '--documents', 'lognormal:2k,1,4k', '--as', 'torchtitan')]:
+        ('no length from 1', '--documents', at('zeros')), ('byte 5 of', '--documents', at('nul')),
+        ('--max-tokens', '--documents', 'lognormal:2k,1,4k', '--as', 'torchtitan')]:
         refused(sentence, *small, *words)
     write(at('ones'), '1 ') # as many documents as tokens
     short = ['--documents', at('ones'), '--machine', machine('many.json', ranks=64)]
@@ -421,6 +423,8 @@ def paths():
         refused_path('cannot be written', *small, '--json', path)
         refused_path('cannot be written', *small, '--best', '--json', path)
         refused_path('cannot be written', *small, '--json', new, '--write-machine', path)
+    write(at('cut.json'), '{"op": "gemm", "tflops": 3, "threads": 1}\n\0{"op": "attn_fwd", "tflops": 3, "threads": 1}\n')
+    refused_path('no numbers of a benchmark', *small, '--calibrate', at('cut.json'), '--write-machine', new)
     # what cannot be read is no wrong usage
     os.makedirs(os.path.join(FOLDER, 'empty', 'config.json'))
     refused_path('cannot be read', '--model', own, '--tokens', '1k', '--machine', FOLDER)

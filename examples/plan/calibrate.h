@@ -49,13 +49,13 @@ static int calibrate(machine *m, const char *path)
     int kind = 0, found = 0, k;
     text = llama_file(path, CALIBRATE_BYTES_MAX, &bytes, &e);
     if (text == NULL) return machine_unread(&e) - 1;
-    for (line = text; line != NULL && *line != '\0'; line = next) {
+    for (line = text; line < text + bytes; line = next) {
         int64_t threads = 0, elements = 0;
         json_t *root;
         double rate;
-        next = strchr(line, '\n');
-        if (next != NULL) *next++ = '\0';
-        root = json_load(line, strlen(line), why);
+        next = (char *)memchr(line, '\n', (size_t)(text + bytes - line));
+        next = next != NULL ? next + 1 : text + bytes;
+        root = json_load(line, (size_t)(next - line), why);
         if (root == NULL) {
             const int lost = errno == ENOMEM;
             free(text);

@@ -71,7 +71,11 @@ static inline int packed_read(options *o, const char *text)
         status = packed_lognormal(&s, text);
     } else {
         s.text = s.at = llama_file(text, PACKED_FILE_MAX, &bytes, &e);
-        if (s.text == NULL) status = (cli_fail("--documents: %s", e.text), 1 + EXIT_RUN);
+        if (s.text == NULL)
+            status = (cli_fail("--documents: %s", e.text), 1 + EXIT_RUN);
+        else if (strlen(s.text) < bytes)
+            status =
+                cli_refuse("--documents: byte %zu of %s is 0, which is in no length", strlen(s.text), text);
     }
     for (o->borders_n = 0; status == 0 && at < total; ++o->borders_n) {
         if (o->borders_n + 1 >= capacity) {
