@@ -238,7 +238,7 @@ UPI_CPU_KERNEL void upi_attn_add_grad_seen(int d, int count, upi_attn_lanes lane
                                            int64_t grad_stride)
 {
     int c, j, panel, l;
-    for (c = 0; c < d; c += UPI_WIDE, columns += UPI_WIDE * UPI_ATTN_ROWS_BWD)
+    for (c = 0; c < d; c += UPI_WIDE, columns += (int)UPI_WIDE * UPI_ATTN_ROWS_BWD)
         for (j = 0; j < count; ++j) {
             const int rest = upi_attn_least(d - c, UPI_WIDE);
             float *at = grad + j * grad_stride + c;
