@@ -429,7 +429,7 @@ def drawn(abi, library):
 
 # (field of a description, value, words of the refusal)
 MISTAKES = [('tokens', 0, 'tokens 0'), ('tokens', -1, 'tokens -1'), ('tokens', 2**62, '4611686018427387904 tokens'), ('batch', -1, 'batch -1'),
-            ('batch', 2**62, '4611686018427387904 sequences'), ('window', -1, 'a window of -1'), ('ranks', -1, '-1 ranks, at most 512'),
+            ('batch', 2**62, '4611686018427387904 sequences'), ('window', -1, 'a window of -1'), ('ranks', -1, '-1 ranks, at most 1024'),
             ('heads', 0, 'heads 0'), ('heads', 3, '3 query heads'), ('kv_heads', -1, 'kv heads -1'), ('kv_heads', 3, '3 key/value heads'),
             ('head_dim', 0, 'head dim 0'), ('head_dim', 7, 'head dim 7'), ('head_dim', 512, 'head dim 512'), ('chunk', -1, 'chunk -1'),
             ('chunk', 5, 'a chunk of 5 of 4'), ('layers', -1, '-1 layers'), ('scale', -1.0, 'scale -1'), ('scale', math.nan, 'scale nan'),

@@ -213,7 +213,7 @@ static void run_stage(linear *x, upipe_ctx *c, int first, int heads)
 static void check_runs(upipe_ctx *c)
 {
     enum { HEADS = 8, RUN = UPI_CUDA_LINEAR_BLOCKS / HEADS };
-    static const int64_t borders[] = {3, RUN, RUN + 20, 2 * RUN + 3};
+    static const int64_t borders[] = {-1, 3, RUN, RUN + 20, 2 * RUN + 3, 1000};
     test_rng r = {41};
     for (int delta = 0; delta < 2; ++delta) {
         linear x = {.n = 2 * RUN + 9,
@@ -224,7 +224,7 @@ static void check_runs(upipe_ctx *c)
                     .chunk = 1},
                y;
         x.delta = delta;
-        if (delta) x.borders = (upipe_borders){borders, 3};
+        if (delta) x.borders = (upipe_borders){borders, 5};
         draw(&x, &r, 0.1);
         run(&x, c, &x.n, 1);
         check_close(&x, "three runs");

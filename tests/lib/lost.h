@@ -61,8 +61,9 @@ static void lost_run(const lost_rank *k)
         CHECK_REFUSED(upipe_comm_barrier(&c, k->side), UPIPE_ERR_ABORTED, c.err,
                       text); /* all parts have failed */
     }
-    CHECK_REFUSED(upipe_comm_barrier(&c, k->team), UPIPE_ERR_ABORTED, c.err, name);
+    /* nobody comes to the world's barrier, so that it ends by the failure; to the team's the victim's mate has come */
     CHECK_REFUSED(upipe_comm_barrier(&c, k->world), UPIPE_ERR_ABORTED, c.err, name);
+    CHECK_REFUSED(upipe_comm_barrier(&c, k->team), UPIPE_ERR_ABORTED, c.err, name);
     comm->deadline = 20; /* for the end */
 }
 
