@@ -287,9 +287,15 @@ static void test_trace(void)
                ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":123456.789}");
     CHECK_TEXT(text, "\"ph\":\"b\",\"name\":\"a\",\"cat\":\"block\",\"id\":\"3.1\"");
     CHECK_TEXT(text, "\"ts\":493827.156,\"args\":{\"bytes\":50}"); /* live after a went */
+    *upipe_mem_link(&m, c) = b;
+    *upipe_mem_link(&m, b) = a;
+    CHECK(*upipe_mem_link(&m, c) == b && *upipe_mem_link(&m, b) == a);
     upipe_mem_free(&m, b, NULL);
+    CHECK(upipe_mem_link(&m, b) == NULL && *upipe_mem_link(&m, c) == b);
     upipe_mem_free(&m, c, NULL);
     upipe_mem_alloc(&m, &a, 1, UPIPE_USE_OTHER, "late", NULL);
+    CHECK(*upipe_mem_link(&m, a) == NULL); /* b, whose place it has, had one */
+    CHECK(upipe_mem_link(&m, (char *)a + 1) == NULL && upipe_mem_link(&m, NULL) == NULL);
     CHECK_INT(m.events_lost, 1);
     upipe_mem_free(&m, a, NULL);
     CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);

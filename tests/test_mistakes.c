@@ -498,6 +498,10 @@ MISTAKE(zero_begin_summed, float *g; h->z.stage = 0; WELL(upipe_zero_grads_sum(&
         return upipe_zero_grads_begin(&h->c, &h->z, 2, &g))
 MISTAKE(zero_end_other, float *g; upipe_status s; WELL(upipe_zero_grads_begin(&h->c, &h->z, 0, &g));
         s = upipe_zero_grads_end(&h->c, &h->z, 2, g); (void)upipe_mem_free(h->c.mem, g, NULL); return s)
+MISTAKE(zero_begun_many, float *g[UPIPE_ZERO_BEGUN]; float *more; upipe_status s = UPIPE_OK; int i;
+        for (i = 0; i < UPIPE_ZERO_BEGUN; ++i) WELL(upipe_zero_grads_begin(&h->c, &h->z, 0, &g[i]));
+        s = upipe_zero_grads_begin(&h->c, &h->z, 0, &more);
+        for (i = 0; i < UPIPE_ZERO_BEGUN; ++i)(void) upipe_mem_free(h->c.mem, g[i], NULL); return s)
 MISTAKE(zero_end_foreign, return upipe_zero_grads_end(&h->c, &h->z, 2, h->grads))
 MISTAKE(zero_out, return upipe_zero_weights_begin(&h->c, &h->z, 0, NULL))
 MISTAKE(zero_sum, h->z.stage = 0; h->z.ranks = 2; return upipe_zero_grads_sum(&h->c, &h->z))
@@ -526,6 +530,7 @@ static const mistake mistakes[] = {
     ROW(zero_sum_twice, "are summed already"),
     ROW(zero_begin_summed, "are summed already"),
     ROW(zero_end_other, "is not what unit 2 was given"),
+    ROW(zero_begun_many, "8 units have begun and not ended"),
     ROW(zero_end_foreign, "is not what unit 2 was given"),
 
     ROW(layer_theta, "rope_theta is not that of the forward"),
