@@ -112,6 +112,15 @@ def test_voice(folder):
         lost = re.search(r'\d', sentence).group()
         check(all(statuses) and sentence in said[0] and all(f'rank {lost} has not come' in one for one in said[1:]) and
               all(len(own('train', one)) == 1 and 'secret' not in one for one in said), f'{sentence}: {statuses}: {said}')
+    # the same where rank 0 gets no processor as its deadline ends
+    job = Ranks(3, flags, more=lambda r: {'WORLD_SIZE': '4'})
+    time.sleep(DEADLINE - 0.3)
+    job.all[0].send_signal(signal.SIGSTOP)
+    time.sleep(0.45)
+    job.all[0].send_signal(signal.SIGCONT)
+    statuses, said = job.end(), [job.text(r) for r in range(3)]
+    check(all(statuses) and 'missing: rank 3' in said[0] and all('rank 3 has not come' in one for one in said[1:]),
+          f'rank 0 is late: {statuses}: {said}')
 
 
 def test_loss(folder, number, what, draw):
