@@ -1,0 +1,390 @@
+#!/usr/bin/env python3
+"""planted.py [--only WORD...] [--first] [--check | --page] -- which test sees which planted bug
+
+The lists beside this file name small bugs of the library, the trainer, the planner and the bindings. All are put into one
+copy of the tree, each behind a switch (planted.h), and the copy is compiled once. Every test of the ordinary run then says
+which bugs' code it reaches, and must pass without a bug. With one bug on, those tests run that reach it, the quickest
+first. A test sees a bug where it fails or hangs. The result is matrix.tsv, a line a bug.
+
+    planted.py                      every bug, every test that reaches it; hours
+    planted.py --first              every bug, up to the first test that sees it
+    planted.py --only pool 'step'   the bugs of a list, or whose text has a word
+    planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
+    planted.py --check              only whether each bug has its place in the code; compiles nothing
+    planted.py --page               prints what docs/testing.md has of matrix.tsv
+    planted.py --some               as many as UPIPE_MUTANTS_SECONDS (60) allow, each with the test that saw it first,
+                                    in an order that the commit says. Nothing is written
+
+The status is zero if every bug that ran was seen.
+"""
+
+import argparse
+import concurrent.futures
+import glob
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TOP = os.path.dirname(os.path.dirname(HERE))
+sys.path[:0] = [os.path.join(HERE, '..'), os.path.join(HERE, '..', 'lib')]
+import run as runner  # noqa: E402
+from lists import Broken, place, read_list  # noqa: E402
+from tree import list_files  # noqa: E402
+
+MATRIX = os.path.join(HERE, 'matrix.tsv')
+SUITES = 'compile unit property programs faults net torch'.split()  # the emulator's kernels have a list of their own
+COST = 20  # processor seconds of a test that --first asks without need
+PYTHON = '''import os
+SEEN = set()
+
+
+def planted(number):
+    """Whether this process has that bug; writes down what is reached, as planted.h does."""
+    path = os.environ.get('UPIPE_PLANTED_REACHED')
+    if path and number not in SEEN:
+        SEEN.add(number)
+        with open(path, 'a', encoding='utf-8') as out:
+            out.write(f'{number}\\n')
+    return os.environ.get('UPIPE_PLANTED') == str(number)
+'''
+
+
+def read_all():
+    """The bugs of all lists, numbered, each with the list's name in `area`."""
+    bugs = []
+    for path in sorted(glob.glob(os.path.join(HERE, '*.txt'))):
+        more = read_list(path, len(bugs) + 1)
+        for bug in more:
+            bug.area = os.path.basename(path)[:-4]
+        bugs += more
+    return bugs
+
+
+# ---- the copy ----
+
+def switch(bugs, old):
+    """The C that stands in the place of `old`, which all these bugs change: statements, or an expression."""
+    if old[-1] in ';}':
+        return ''.join(f'if (UPIPE_PLANTED({bug.number})) {{ {bug.new} }} else ' for bug in bugs) + f'{{ {old} }}'
+    for bug in bugs:
+        old = f'(UPIPE_PLANTED({bug.number}) ? ({bug.new}) : ({old}))'
+    return old
+
+
+def switch_python(bugs, old, indent):
+    """The same in Python; indent: of the line that `old` is, None where it is a part of one."""
+    name = "__import__('upipe_planted').planted"
+    for bug in bugs:
+        old = (f'(({bug.new}) if {name}({bug.number}) else ({old}))' if indent is None else
+               f'if {name}({bug.number}): {bug.new or "pass"}\n{indent}else:\n{indent} {old}')
+    return old
+
+
+def plant(name, text, bugs):
+    """A file's text with the bugs behind their switches."""
+    spans = {}
+    for bug in bugs:
+        spans.setdefault(place(text, bug), []).append(bug)
+    after = len(text)
+    for begin, end in sorted(spans, reverse=True):
+        here = spans[begin, end]
+        if end > after:
+            raise Broken(f'{name}: another planted bug overlaps: {here[0].says}')
+        after = begin
+        if name.endswith('.py'):
+            line = text.rfind('\n', 0, begin) + 1
+            whole = not text[line:begin].strip() and text[end:].split('\n', 1)[0] == ''
+            new = switch_python(here, text[begin:end], text[line:begin] if whole else None)
+        else:
+            new = switch(here, text[begin:end])
+        text = text[:begin] + new + text[end:]
+    return text if name.endswith('.py') else f'#include "{HERE}/planted.h"\n#line 1\n{text}'
+
+
+def write_if_new(path, data):
+    """Whether it was another one."""
+    try:
+        with open(path, 'rb') as source:
+            if source.read() == data:
+                return False
+    except OSError:
+        pass
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, 'wb') as out:
+        out.write(data)
+    return True
+
+
+def make_copy(folder, bugs):
+    """The tree with all bugs, in `folder`/tree."""
+    by_file = {}
+    for bug in bugs:
+        by_file.setdefault(bug.file, []).append(bug)
+    names = list_files(TOP)
+    for name in by_file:
+        if name not in names:
+            raise Broken(f'{name} is not there')
+    tree = os.path.join(folder, 'tree')
+    for name in names:
+        source, copy = os.path.join(TOP, name), os.path.join(tree, name)
+        with open(source, 'rb') as file:
+            data = file.read()
+        if name in by_file:
+            data = plant(name, data.decode(), by_file[name]).encode()
+        write_if_new(copy, data)
+        shutil.copymode(source, copy)
+    kept = set(names)
+    for name in list_files(tree):
+        if name not in kept:
+            os.remove(os.path.join(tree, name))
+    write_if_new(os.path.join(folder, 'python', 'upipe_planted.py'), PYTHON.encode())
+    return tree
+
+
+# ---- tests ----
+
+class Shop:
+    """The compiled copy, and what runs there."""
+
+    def __init__(self, folder, bugs):
+        self.folder, self.bugs = folder, bugs
+        self.built = os.path.join(folder, 'built')
+        self.lock = threading.Lock()
+
+    def build(self, names=None):
+        """All tests, or those of these names."""
+        tree = make_copy(self.folder, self.bugs)
+        if not os.path.exists(os.path.join(self.built, 'build.ninja')):
+            self.run_command(['meson', 'setup', self.built, tree, '-Doptimization=0', '-Dwerror=false', '-Dcuda=disabled'])
+        self.run_command(['ninja', '-C', self.built, 'build.ninja'])
+        known = self.described('tests')
+        left = runner.parts()[0].without
+        self.tests = {test['name']: test for test in known if test['name'] not in left and set(runner.suites(test)) & set(SUITES)
+                      and (names is None or test['name'] in names)}
+        files = {target['id']: target['filename'] for target in self.described('targets')}
+        wanted = {os.path.relpath(file, self.built) for test in self.tests.values() for name in test['depends']
+                  for file in files.get(name, [])}
+        if wanted:
+            self.run_command(['ninja', '-C', self.built, *sorted(wanted)])
+
+    def described(self, what):
+        with open(os.path.join(self.built, f'meson-info/intro-{what}.json'), encoding='utf-8') as file:
+            return json.load(file)
+
+    def run_command(self, words):
+        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if done.returncode != 0:
+            lines = [line for line in done.stdout.split('\n') if 'error' in line or 'ERROR' in line]
+            raise Broken(f'{" ".join(words[:3])} ...\n' + '\n'.join(lines[:40] or done.stdout.split('\n')[-40:]))
+
+    def run_test(self, name, variables, limit):
+        """(status, seconds); None as the status where time is up."""
+        test = self.tests[name]
+        budget = {**runner.BUDGETS['ordinary'], 'UPIPE_SECONDS': '0', 'UPIPE_FUZZ_SECONDS': '0'}
+        path = os.pathsep.join(filter(None, [os.path.join(self.folder, 'python'), os.environ.get('PYTHONPATH')]))
+        env = {**os.environ, **test['env'], **budget, 'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1', **variables}
+        began = time.monotonic()
+        with open(os.path.join(self.folder, f'{name}.{variables.get("UPIPE_PLANTED", 0)}.log'), 'wb') as log:
+            child = subprocess.Popen(test['cmd'], cwd=test['workdir'] or self.built, stdout=log, stderr=subprocess.STDOUT,
+                                     stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+            try:
+                status = child.wait(limit)
+            except subprocess.TimeoutExpired:
+                status = None
+            try:
+                os.killpg(child.pid, signal.SIGKILL)
+            except OSError:
+                pass
+            child.wait()
+        if status == 0:
+            os.remove(log.name)
+        return status, time.monotonic() - began
+
+    def reach(self, name):
+        """(bugs whose code a test reaches, its seconds), or the reason why it cannot say."""
+        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
+            status, _ = self.run_test(name, {'UPIPE_PLANTED_REACHED': file.name}, 900)
+            found = {int(line) for line in file.read().split()}
+        if status == runner.SKIPPED:
+            return set(), 0.0
+        if status == 0 and found:
+            status, seconds = self.run_test(name, {}, 900)
+        if status != 0:
+            raise Broken(f'{name} fails without a bug: {self.folder}/{name}.0.log')
+        return found, seconds if found else 0.0
+
+
+def reach_all(shop, workers):
+    """{test: (bugs, seconds)}; kept until a file of the copy changes."""
+    path = os.path.join(shop.folder, 'reached.json')
+    stamp = max(os.path.getmtime(os.path.join(shop.folder, 'tree', name)) for name in list_files(os.path.join(shop.folder, 'tree')))
+    try:
+        with open(path, encoding='utf-8') as file:
+            kept = json.load(file)
+    except (OSError, ValueError):
+        kept = {}
+    reached = kept.get('reached', {}) if kept.get('stamp') == stamp else {}
+    wrong = []
+    left = [name for name in shop.tests if name not in reached]
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        jobs = {pool.submit(shop.reach, name): name for name in left}
+        for job in concurrent.futures.as_completed(jobs):
+            try:
+                found, seconds = job.result()
+                reached[jobs[job]] = [sorted(found), round(seconds, 2)]
+                print(f'{jobs[job]}: reaches {len(found)} in {seconds:.1f} s', flush=True)
+            except Broken as broken:
+                wrong.append(str(broken))
+                print(broken, flush=True)
+    with open(path, 'w', encoding='utf-8') as file:
+        json.dump({'stamp': stamp, 'reached': reached}, file)
+    return {name: (set(found), seconds) for name, (found, seconds) in reached.items() if name in shop.tests}, wrong
+
+
+def try_bug(shop, bug, reached, first):
+    """[(test, how it fails, seconds)] of the tests that see a bug."""
+    seen = []
+    for name in sorted((n for n in reached if bug.number in reached[n][0]), key=lambda n: reached[n][1]):
+        usual = reached[name][1]
+        status, seconds = shop.run_test(name, {'UPIPE_PLANTED': str(bug.number)}, 4 * usual + 20)
+        if status != 0:
+            seen.append((name, 'hangs' if status is None else 'fails', seconds))
+            if first:
+                break
+    return seen
+
+
+# ---- what is kept ----
+
+def read_matrix():
+    """{(area, what): [tests]}"""
+    kept = {}
+    try:
+        with open(MATRIX, encoding='utf-8') as source:
+            for line in source.read().split('\n')[1:]:
+                if line:
+                    area, says, seconds, *tests = line.split('\t')
+                    kept[area, says] = (seconds, tests)
+    except OSError:
+        pass
+    return kept
+
+
+def write_matrix(bugs, kept):
+    with open(MATRIX, 'w', encoding='utf-8') as out:
+        out.write('list\tplanted bug\tseconds\tseen by, the quickest first\n')
+        for bug in bugs:
+            if (bug.area, bug.says) in kept:
+                seconds, tests = kept[bug.area, bug.says]
+                out.write('\t'.join([bug.area, bug.says, seconds, *tests]) + '\n')
+
+
+def page(bugs):
+    """Rows of docs/testing.md: a list, its bugs, how many are seen, and by what first."""
+    kept = read_matrix()
+    lines = ['| list | bugs | seen | within 3 s | first seen by |', '|---|---|---|---|---|']
+    for area in sorted({bug.area for bug in bugs}):
+        rows = [kept.get((bug.area, bug.says), ('', [])) for bug in bugs if bug.area == area]
+        seen = [row for row in rows if row[1]]
+        firsts = [row[1][0] for row in seen]
+        names = sorted(set(firsts), key=lambda name: (-firsts.count(name), name))
+        quick = sum(float(row[0]) <= 3 for row in seen)
+        lines.append(f'| `{area}` | {len(rows)} | {len(seen)} | {quick} | '
+                     + ', '.join(f'`{name}` {firsts.count(name)}' for name in names[:6]) + (', ...' if names[6:] else '') + ' |')
+    return '\n'.join(lines)
+
+
+def choose(bugs, words):
+    return [bug for bug in bugs if not words or any(word == bug.area or word in f'{bug.file} {bug.says}' for word in words)]
+
+
+def some(shop, workers):
+    """As many as the time allows, each with the test that saw it first: how many ran, and how many nothing saw."""
+    budget, began = float(os.environ.get('UPIPE_MUTANTS_SECONDS') or 60), time.monotonic()
+    kept, by_test = read_matrix(), {}
+    for bug in shop.bugs:
+        seconds, tests = kept.get((bug.area, bug.says), ('', []))
+        if tests:
+            by_test.setdefault(tests[0], []).append((bug, float(seconds)))
+    commit = subprocess.run(['git', '-C', TOP, 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False).stdout
+    ran = survived = 0
+    for name in random.Random(commit).sample(sorted(by_test), len(by_test)):
+        if time.monotonic() - began >= budget:
+            break
+        shop.build([name])
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            jobs = [(bug, pool.submit(shop.run_test, name, {'UPIPE_PLANTED': str(bug.number)}, 4 * seconds + 20))
+                    for bug, seconds in by_test[name]]
+            for bug, job in jobs:
+                status, seconds = job.result()
+                ran += 1
+                survived += status == 0
+                print(f'{bug.number:3} {"SURVIVED" if status == 0 else "seen"}  {bug.area}: {bug.says}  [{name} {seconds:.1f} s]', flush=True)
+    return ran, survived
+
+
+def main():
+    parser = argparse.ArgumentParser(prog='planted.py')
+    parser.add_argument('--only', nargs='+', default=[], metavar='WORD')
+    parser.add_argument('--tests', nargs='+', metavar='NAME')
+    parser.add_argument('--first', action='store_true')
+    parser.add_argument('--some', action='store_true')
+    parser.add_argument('--check', action='store_true')
+    parser.add_argument('--page', action='store_true')
+    parser.add_argument('--folder', default=os.path.join(TOP, 'build', 'planted'))
+    parser.add_argument('--workers', type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args()
+    try:
+        bugs = read_all()
+        if options.page:
+            print(page(bugs))
+            return 0
+        if options.check:
+            by_file = {}
+            for bug in bugs:
+                by_file.setdefault(bug.file, []).append(bug)
+            for name, here in by_file.items():
+                with open(os.path.join(TOP, name), encoding='utf-8') as source:
+                    plant(name, source.read(), here)
+            print(f'{len(bugs)} planted bugs have their place')
+            return 0
+        chosen = choose(bugs, options.only)
+        os.makedirs(options.folder, exist_ok=True)
+        shop = Shop(options.folder, bugs)
+        if options.some:
+            ran, survived = some(shop, options.workers)
+            print(f'planted: {ran} run of {len(bugs)}, {f"{survived} SURVIVED" if survived else "all seen"}')
+            return 1 if survived or not ran else 0
+        shop.build(options.tests)
+        reached, wrong = reach_all(shop, options.workers)
+        kept, survived = read_matrix(), 0
+        with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
+            jobs = {pool.submit(try_bug, shop, bug, reached, options.first): bug for bug in chosen}
+            for job in concurrent.futures.as_completed(jobs):
+                bug, seen = jobs[job], job.result()
+                survived += not seen
+                at = sum(bug.number in found for found, _ in reached.values())
+                print(f'{bug.number:3} {"seen" if seen else "SURVIVED"}  {bug.area}: {bug.says}  [{at} tests reach it: '
+                      + ', '.join(f'{name} {how} {seconds:.1f} s' for name, how, seconds in seen) + ']', flush=True)
+                if not options.tests:
+                    kept[bug.area, bug.says] = (f'{seen[0][2]:.1f}' if seen else '', [name for name, _, _ in seen])
+                    write_matrix(bugs, kept)
+    except Broken as broken:
+        print(broken, file=sys.stderr)
+        return 1
+    print(f'planted: {len(chosen)} run of {len(bugs)}, {f"{survived} SURVIVED" if survived else "all seen"}'
+          + (f'; {len(wrong)} tests fail without a bug' if wrong else ''))
+    return 1 if survived or wrong else 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
