@@ -8,6 +8,7 @@ first. A test sees a bug where it fails or hangs. The result is matrix.tsv, a li
 
     planted.py                      every bug, every test that reaches it; hours
     planted.py --first              every bug, up to the first test that sees it
+    planted.py --most SECONDS       of each bug tests that take so long together
     planted.py --only pool 'step'   the bugs of a list, or whose text has a word
     planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
     planted.py --check              only whether each bug has its place in the code; compiles nothing
@@ -42,7 +43,7 @@ from tree import list_files  # noqa: E402
 
 MATRIX = os.path.join(HERE, 'matrix.tsv')
 SUITES = 'compile unit property programs faults net torch'.split()  # the emulator's kernels have a list of their own
-COST = 20  # processor seconds of a test that --first asks without need
+TREE = {'headers', 'layers', 'reach', 'words', 'text', 'api', 'toys'}  # read the tree, which the copy is not
 PYTHON = '''import os
 SEEN = set()
 
@@ -168,7 +169,7 @@ class Shop:
         self.run_command(['ninja', '-C', self.built, 'build.ninja'])
         known = self.described('tests')
         left = runner.parts()[0].without
-        self.tests = {test['name']: test for test in known if test['name'] not in left and set(runner.suites(test)) & set(SUITES)
+        self.tests = {test['name']: test for test in known if test['name'] not in TREE.union(left) and set(runner.suites(test)) & set(SUITES)
                       and (names is None or test['name'] in names)}
         files = {target['id']: target['filename'] for target in self.described('targets')}
         wanted = {os.path.relpath(file, self.built) for test in self.tests.values() for name in test['depends']
@@ -250,12 +251,15 @@ def reach_all(shop, workers):
     return {name: (set(found), seconds) for name, (found, seconds) in reached.items() if name in shop.tests}, wrong
 
 
-def try_bug(shop, bug, reached, first):
+def try_bug(shop, bug, reached, first, most):
     """[(test, how it fails, seconds)] of the tests that see a bug."""
-    seen = []
+    seen, spent = [], 0.0
     for name in sorted((n for n in reached if bug.number in reached[n][0]), key=lambda n: reached[n][1]):
         usual = reached[name][1]
+        if spent + usual > most:
+            break
         status, seconds = shop.run_test(name, {'UPIPE_PLANTED': str(bug.number)}, 4 * usual + 20)
+        spent += seconds
         if status != 0:
             seen.append((name, 'hangs' if status is None else 'fails', seconds))
             if first:
@@ -337,6 +341,7 @@ def main():
     parser.add_argument('--only', nargs='+', default=[], metavar='WORD')
     parser.add_argument('--tests', nargs='+', metavar='NAME')
     parser.add_argument('--first', action='store_true')
+    parser.add_argument('--most', type=float, default=float('inf'), metavar='SECONDS')
     parser.add_argument('--some', action='store_true')
     parser.add_argument('--check', action='store_true')
     parser.add_argument('--page', action='store_true')
@@ -368,7 +373,7 @@ def main():
         reached, wrong = reach_all(shop, options.workers)
         kept, survived = read_matrix(), 0
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
-            jobs = {pool.submit(try_bug, shop, bug, reached, options.first): bug for bug in chosen}
+            jobs = {pool.submit(try_bug, shop, bug, reached, options.first, options.most): bug for bug in chosen}
             for job in concurrent.futures.as_completed(jobs):
                 bug, seen = jobs[job], job.result()
                 survived += not seen
