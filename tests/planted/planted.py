@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TOP = os.path.dirname(os.path.dirname(HERE))
@@ -41,6 +42,7 @@ import run as runner  # noqa: E402
 from lists import Broken, place, read_list  # noqa: E402
 from tree import list_files  # noqa: E402
 
+MOST = 1 << 20  # numbers, as in planted.h
 MATRIX = os.path.join(HERE, 'matrix.tsv')
 SUITES = 'compile unit property programs faults net torch'.split()  # the emulator's kernels have a list of their own
 TREE = {'headers', 'layers', 'reach', 'words', 'text', 'api', 'toys'}  # read the tree, which the copy is not
@@ -60,13 +62,16 @@ def planted(number):
 
 
 def read_all():
-    """The bugs of all lists, numbered, each with the list's name in `area`."""
-    bugs = []
+    """The bugs of all lists, each with the list's name in `area`, and a number that is its own whatever bugs there are."""
+    bugs, numbers = [], {}
     for path in sorted(glob.glob(os.path.join(HERE, '*.txt'))):
-        more = read_list(path, len(bugs) + 1)
-        for bug in more:
+        for bug in read_list(path):
             bug.area = os.path.basename(path)[:-4]
-        bugs += more
+            bug.number = 1 + zlib.crc32(f'{bug.area}: {bug.says}'.encode()) % (MOST - 1)
+            if bug.number in numbers:
+                raise Broken(f'{bug.area}: say this in other words, which have a number of their own: {bug.says}')
+            numbers[bug.number] = bug
+            bugs.append(bug)
     return bugs
 
 
@@ -332,7 +337,7 @@ def some(shop, workers):
                 status, seconds = job.result()
                 ran += 1
                 survived += status == 0
-                print(f'{bug.number:3} {"SURVIVED" if status == 0 else "seen"}  {bug.area}: {bug.says}  [{name} {seconds:.1f} s]', flush=True)
+                print(f'{"SURVIVED" if status == 0 else "seen"}  {bug.area}: {bug.says}  [{name} {seconds:.1f} s]', flush=True)
     return ran, survived
 
 
@@ -378,7 +383,7 @@ def main():
                 bug, seen = jobs[job], job.result()
                 survived += not seen
                 at = sum(bug.number in found for found, _ in reached.values())
-                print(f'{bug.number:3} {"seen" if seen else "SURVIVED"}  {bug.area}: {bug.says}  [{at} tests reach it: '
+                print(f'{"seen" if seen else "SURVIVED"}  {bug.area}: {bug.says}  [{at} tests reach it: '
                       + ', '.join(f'{name} {how} {seconds:.1f} s' for name, how, seconds in seen) + ']', flush=True)
                 if not options.tests:
                     kept[bug.area, bug.says] = (f'{seen[0][2]:.1f}' if seen else '', [name for name, _, _ in seen])
