@@ -99,13 +99,13 @@ class Workshop(mutants.Workshop):
 
 def bugs(top):
     """Those that give a wrong number."""
-    every = mutants.read_list(os.path.join(HERE, '..', 'simt', 'mutants.txt'))
+    every = mutants.read_mutants()
     every = [mutant for mutant in every
-             if mutant.header in HEADERS and not mutant.build and mutant.program != 'watchdog']  # no result is wrong there
+             if mutant.file in HEADERS and not mutant.build and mutant.program != 'watchdog']  # no result is wrong there
     for number, (header, bug, verdict, old, new) in enumerate(PLANTED):
         every.append(mutants.Mutant(1000 + number, header, 'verdict', bug))
         every[-1].verdict, every[-1].old, every[-1].new = verdict, old, new
-    equal([mutant.bug for mutant in every if ': ' not in mutant.verdict], [], 'bugs without a line of what verdict shows')
+    equal([mutant.says for mutant in every if ': ' not in mutant.verdict], [], 'bugs without a line of what verdict shows')
     mutants.check_places(top, every)
     return [mutant for mutant in every if not mutant.verdict.startswith('none: ')]
 
@@ -118,11 +118,11 @@ def try_bug(shop, mutant):
     shutil.rmtree(os.path.join(shop.scratch, name))
     named = ''
     wrong = status == 1 and said.startswith(f'{case}: WRONG ') and said.count('\n') == 1
-    if check(wrong, f'{mutant.bug}: status {status}: {said}'):
-        check(os.path.getsize(evidence) <= 2 << 20, f'{mutant.bug}: {os.path.getsize(evidence)} bytes of evidence')
+    if check(wrong, f'{mutant.says}: status {status}: {said}'):
+        check(os.path.getsize(evidence) <= 2 << 20, f'{mutant.says}: {os.path.getsize(evidence)} bytes of evidence')
         named = read(evidence)
-    print(f'{mutant.header[11:-2]}: {mutant.bug}  [{case}: {named}]', flush=True)
-    return check(named == kind, f'{mutant.bug}: the reader says {named}, not {kind}')
+    print(f'{mutant.file[11:-2]}: {mutant.says}  [{case}: {named}]', flush=True)
+    return check(named == kind, f'{mutant.says}: the reader says {named}, not {kind}')
 
 
 def test_bugs(folder):

@@ -23,6 +23,10 @@ import tempfile
 import threading
 import time
 
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, '..', 'planted'))
+from lists import Broken, Bug, place, read_list  # noqa: E402
+
 PATIENCE = 600  # seconds for a run that may hang; an original that passes takes a minute on an idle machine
 CXX = os.environ.get('CXX', 'g++')
 CXX_FLAGS = ['-std=c++17', '-D_GNU_SOURCE', '-O1', '-g1', '-Wno-psabi', '-DUPIPE_CUDA_SEAMS="simt/seams.h"']
@@ -43,42 +47,12 @@ extern "C" upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e
 RULES = {'linear': '#include "upipe/cuda/upipe_cuda_linear.h"\nUPIPE_EXPORT_LINEAR(app_linear, upipe_cuda_linear)\n'}
 
 
-class Broken(Exception):
-    """The list, or the tree, is not as it should be."""
-
-
-class Mutant:
-    def __init__(self, number, header, program, bug):
-        self.number, self.header, self.program = number, header, program
-        self.build, self.bug = ('race', bug[6:]) if bug.startswith('race: ') else ('', bug)
-        self.old, self.new, self.verdict = '', '', ''
-        race = ' under the race detector' if self.build else ''
-        self.test = f'test_cuda_{self.program}{race}'
-
-
-def read_list(path):
-    """The mutants of a file; its own comments say how it is written."""
-    mutants, below = [], None
-    with open(path, encoding='utf-8') as source:
-        lines = [line.strip() for line in source if line.strip() and not line.startswith('#')]
-    for line in lines:
-        heading = re.fullmatch(r'(\S+\.h) (\w+)', line)
-        if heading:
-            below = heading.groups()
-        elif line[0] not in '-+=' and below:
-            mutants.append(Mutant(len(mutants) + 1, *below, line))
-        elif line[0] == '=' and mutants and not mutants[-1].old:
-            mutants[-1].verdict = line[1:].strip()
-        elif line[0] == '-' and mutants and not mutants[-1].new:
-            mutants[-1].old = ' '.join([*mutants[-1].old.split(), *line[1:].split()])
-        elif line[0] == '+' and mutants and mutants[-1].old:
-            mutants[-1].new = ' '.join([*mutants[-1].new.split(), *line[1:].split()])
-        else:
-            raise Broken(f'{path}: no mutant: {line}')
-    for mutant in mutants:
-        if not mutant.old:
-            raise Broken(f'{path}: no code of {mutant.header}: {mutant.bug}')
-    return mutants
+class Mutant(Bug):
+    def __init__(self, number, header, program, says):
+        race = says.startswith('race: ')
+        super().__init__(number, header, program, says[6:] if race else says)
+        self.build = 'race' if race else ''
+        self.test = f'test_cuda_{program}' + (' under the race detector' if race else '')
 
 
 def run(command, what):
@@ -87,26 +61,15 @@ def run(command, what):
         raise Broken(f'{what}: {" ".join(command)}\n{done.stdout[:4000]}')
 
 
-def places(text, mutant):
-    """Where a header has the code that the mutant changes; blanks in the list stand for any blanks."""
-    return list(re.finditer(r'\s+'.join(re.escape(word) for word in mutant.old.split()), text))
-
-
-def mutate(text, mutant):
-    found = places(text, mutant)[0]
-    return text[:found.start()] + mutant.new + text[found.end():]
+def read_mutants():
+    return read_list(os.path.join(HERE, 'mutants.txt'), kind=Mutant)
 
 
 def check_places(top, mutants):
     """Each must change one place of its header."""
-    wrong = []
     for mutant in mutants:
-        with open(os.path.join(top, 'upipe', 'cuda', mutant.header), encoding='utf-8') as source:
-            found = len(places(source.read(), mutant))
-        if found != 1:
-            wrong.append(f'{mutant.header}, {mutant.bug}: "{mutant.old}" is there {found} times')
-    if wrong:
-        raise Broken('\n'.join(wrong))
+        with open(os.path.join(top, 'upipe', 'cuda', mutant.file), encoding='utf-8') as source:
+            place(source.read(), mutant)
 
 
 class Workshop:
@@ -166,15 +129,16 @@ class Workshop:
         """The test program with the mutant's header compiled anew, changed or not."""
         place = os.path.join(self.scratch, name)
         shutil.copytree(os.path.join(self.top, 'upipe'), os.path.join(place, 'upipe'))
-        header = os.path.join(place, 'upipe', 'cuda', mutant.header)
+        header = os.path.join(place, 'upipe', 'cuda', mutant.file)
         with open(header, encoding='utf-8') as source:
             text = source.read()
         if change:
-            text = mutate(text, mutant)
+            start, end = place(text, mutant)
+            text = text[:start] + mutant.new + text[end:]
             with open(header, 'w', encoding='utf-8') as out:
                 out.write(text)
         rules = RULES.get(mutant.program, '')
-        mine = [] if rules else sorted(self.touched(mutant.header))
+        mine = [] if rules else sorted(self.touched(mutant.file))
         unit = os.path.join(place, 'unit.cpp')
         program = os.path.join(place, 'program')
         own = self.own_source(mutant)
@@ -242,7 +206,7 @@ def in_order(mutants, seed):
     mutants = random.Random(seed).sample(mutants, len(mutants))
     first = {}
     for mutant in mutants:
-        first.setdefault(mutant.header, mutant)
+        first.setdefault(mutant.file, mutant)
     chosen = list(first.values())
     return chosen + [mutant for mutant in mutants if mutant not in chosen], len(chosen)
 
@@ -251,8 +215,8 @@ def main():
     top, built = os.path.abspath(sys.argv[1]), os.path.abspath(sys.argv[2])
     word = sys.argv[3] if len(sys.argv) > 3 else ''
     began = time.monotonic()
-    mutants = [mutant for mutant in read_list(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'mutants.txt'))
-               if word in f'{mutant.header} {mutant.test} {mutant.bug}']
+    mutants = [mutant for mutant in read_mutants()
+               if word in f'{mutant.file} {mutant.test} {mutant.says}']
     every = word != '' or os.environ.get('UPIPE_MUTANTS') == 'all'
     mutants, floor = in_order(mutants, commit(top))
     budget = float('inf') if every else float(os.environ.get('UPIPE_MUTANTS_SECONDS') or 60)
@@ -277,7 +241,7 @@ def main():
                     continue
                 ran += 1
                 survived += line is None
-                print(f'{mutant.number:3} {"caught" if line else "SURVIVED"}  {mutant.header[11:-2]}: {mutant.bug}'
+                print(f'{mutant.number:3} {"caught" if line else "SURVIVED"}  {mutant.file[11:-2]}: {mutant.says}'
                       f'  [{line or mutant.test + " passed"}'[:200] + ']', flush=True)
             for check in checks:
                 check.result()
