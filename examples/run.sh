@@ -77,15 +77,12 @@ python=python3
 
 # ---- build ----
 
-# For CUDA too where there is a device: the kernels take nvcc some minutes.
-cuda=disabled
-! nvidia-smi >/dev/null 2>&1 || cuda=auto
-# Made anew where it was made of something else or somewhere else: Meson keeps absolute paths.
-if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top; cuda=$cuda" ]; then
+# Made anew where it was made somewhere else: Meson keeps absolute paths.
+if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top" ]; then
     rm -rf "$build"
     quietly configuring env CC="${CC:-gcc}" meson setup "$build" "$top" --buildtype=release -Dtests=disabled \
-        -Dexamples=enabled -Dcuda=$cuda || die "meson setup failed"
-    printf '%s\n' "$top; cuda=$cuda" >"$build/made_of"
+        -Dexamples=enabled || die "meson setup failed"
+    printf '%s\n' "$top" >"$build/made_of"
 fi
 quietly building meson compile -C "$build" || die "the build failed"
 echo "built in $(($(date +%s) - began)) s: $build/examples/compare and train"

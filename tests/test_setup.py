@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""test_setup.py TOP -- what is done without being asked: programs that tests/run.sh and examples/run.sh install
+"""test_setup.py TOP -- what is done without being asked: programs that tests/run.sh and examples/run.sh install, and
+kernels that Meson compiles for a GPU
 
 The scripts see a PATH with stubs alone, which write down how they are called. apt-get brings those that were missing.
 """
@@ -11,7 +12,7 @@ import subprocess
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, equal, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
+from checks import check, equal, load, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
 
 TOP = os.path.abspath(sys.argv[1])
 TOOLS = ['cat', 'date', 'dirname', 'env', 'mkdir', 'mv', 'rm', 'sh', 'sleep', 'tr', 'uname']
@@ -167,5 +168,39 @@ def test_quietly(folder):
     equal((done.returncode, done.stdout), (0, ''), 'the status, and what commands say that say nothing')
 
 
+class Toolkit:
+    """An nvcc, with or without the library that the tree links; nvidia-smi lists a device or fails."""
+
+    def __init__(self, folder, device=False, cublas=True):
+        self.folder, self.build = folder, os.path.join(folder, 'build')
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in 'bin', 'include', 'lib64':
+            os.makedirs(os.path.join(folder, name))
+        write(folder + '/version.txt', 'CUDA Version 12.8.0\n')
+        for name in ['cudart', 'cublas'][:1 + cublas]:
+            run_command([*os.environ.get('CC', 'cc').split(), '-shared', '-x', 'c', '/dev/null',
+                         '-o', f'{folder}/lib64/lib{name}.so'])
+        stub(folder + '/bin/nvcc')
+        stub(folder + '/bin/nvidia-smi', '' if device else 'exit 9')
+
+    def setup(self, *flags):
+        """The status of Meson's setup, what its summary says of CUDA, and whether the build has the kernels."""
+        done = run_command(['meson', 'setup', self.build, TOP, '-Dtests=disabled', '-Dmpi=disabled', *flags],
+                           variables={'PATH': f'{self.folder}/bin:{os.environ["PATH"]}', 'CUDA_PATH': self.folder})
+        says = [line.split(':', 1)[1].strip() for line in done.stdout.split('\n') if line.strip().startswith('cuda ')]
+        targets = load(self.build + '/meson-info/intro-targets.json') if done.returncode == 0 else []
+        return done.returncode == 0, says[:1], 'cuda_kernels' in [target['name'] for target in targets]
+
+
+def test_meson(folder):
+    folder += '/toolkit'
+    none, lacks = 'NO (no device here; -Dcuda=enabled compiles anyway)', 'NO (nvcc 12.8 or cuBLAS is missing)'
+    equal(Toolkit(folder).setup(), (True, [none], False), 'a setup without a device')
+    equal(Toolkit(folder).setup('-Dcuda=enabled'), (True, ['YES'], True), 'one that asks for CUDA')
+    equal(Toolkit(folder, device=True).setup(), (True, ['YES'], True), 'one with a device')
+    equal(Toolkit(folder, device=True, cublas=False).setup(), (True, [lacks], False), 'one without cuBLAS')
+    equal(Toolkit(folder, cublas=False).setup('-Dcuda=enabled'), (False, [], False), 'one that asks without cuBLAS')
+
+
 sys.exit(run_tests('setup', test_without_terminal, test_terminal, test_no_install, test_left_out, test_nothing_missing,
-                   test_cannot_install, test_quietly))
+                   test_cannot_install, test_quietly, test_meson))
