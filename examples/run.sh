@@ -3,6 +3,9 @@
 # block, and the training of a small Llama.
 set -u
 
+top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
+. "$top/examples/common/install.sh"
+
 # The attention block with every method.
 every='--method ulysses --method upipe --method upipe-naive --method ring --method zigzag --method stripe
     --method double-ring --method allgather --method usp --method upipe-ring --method fpdt --method upipe-fpdt'
@@ -17,7 +20,7 @@ large='--layers 32 --model-dim 4096 --heads 32 --kv-heads 8 --ff-dim 14336 --voc
 
 usage() {
     cat <<'END_OF_USAGE'
-usage: sh examples/run.sh [--save-images]
+usage: sh examples/run.sh [--save-images] [--no-install]
 
 Runs one attention block, forward and backward, over the bytes of Genesis and Exodus with DeepSpeed-Ulysses and with
 UPipe on 4 ranks (threads of one process), at 16/16 and at 16/4 query/key-value heads. Each shape runs twice: over
@@ -27,9 +30,11 @@ the same bytes with either method: the losses must be the same bits, and are dra
 component, also that of Llama3-8B over 5 million tokens beside what the paper measured, which is planned and not run.
 
 Results are left in build/run/results: numbers as JSON, traces for https://ui.perfetto.dev, pictures as PNG. On Debian
-and Ubuntu missing programs are installed with apt-get (through sudo if you are not root).
+and Ubuntu missing programs are installed with apt-get (through sudo if you are not root). A terminal is asked first,
+with the line that does it. After a no the run ends with status 1.
 
   --save-images   also copy the pictures to docs/images, and the numbers into README's table
+  --no-install    the same as a no: says what is missing and the line that installs it, and installs nothing
   --help          this text
 END_OF_USAGE
 }
@@ -38,6 +43,7 @@ save_images=0
 for option in "$@"; do
     case $option in
     --save-images) save_images=1 ;;
+    --no-install) install=no ;;
     --help | -h)
         usage
         exit 0
@@ -49,78 +55,34 @@ for option in "$@"; do
     esac
 done
 
-top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
 build=$top/build/run
 results=$build/results
-began=$(date +%s)
 
 die() {
     echo "run.sh: $*" >&2
     exit 1
 }
 
-# quietly WHAT COMMAND...: its output goes to build/run.log; says every nine seconds that it goes on
-quietly() {
-    what=$1
-    shift
-    (while sleep 9; do echo "[$(($(date +%s) - began)) s] $what"; done) &
-    ticker=$!
-    "$@" >"$top/build/run.log" 2>&1
-    status=$?
-    kill $ticker 2>/dev/null
-    wait $ticker 2>/dev/null
-    [ $status = 0 ] || cat "$top/build/run.log" >&2
-    return $status
-}
-trap '[ -z "${ticker:-}" ] || kill $ticker 2>/dev/null' EXIT
-trap 'exit 1' HUP INT TERM
-
 # ---- programs ----
 
-mkdir -p "$top/build" || exit 1
-
-# A Python that has the plotting library: Debian's, where another one comes first in PATH without it.
-find_python() {
-    for python in python3 /usr/bin/python3; do
-        "$python" -c 'import matplotlib' >/dev/null 2>&1 && return 0
-    done
-    return 1
-}
-
-packages=
-for entry in gcc:gcc,libc6-dev meson:meson ninja:ninja-build python3:python3; do
-    command -v "${entry%%:*}" >/dev/null 2>&1 || packages="$packages $(echo "${entry#*:}" | tr ',' ' ')"
-done
-find_python || packages="$packages python3-matplotlib"
-if ! pkg-config --exists jansson 2>/dev/null; then # train reads and writes JSON with it
-    command -v pkg-config >/dev/null 2>&1 || packages="$packages pkg-config"
-    packages="$packages libjansson-dev"
-fi
-if [ -n "$packages" ]; then
-    root=
-    [ "$(id -u)" = 0 ] || root=sudo
-    command -v apt-get >/dev/null 2>&1 || die "missing, and no apt-get to install them with:$packages"
-    [ -z "$root" ] || command -v sudo >/dev/null 2>&1 || die "missing, and no sudo to install them with:$packages"
-    echo "installing with apt-get:$packages"
-    quietly "updating apt-get's lists" $root apt-get update -q || die "apt-get update failed"
-    # shellcheck disable=SC2086 # a list of words
-    quietly installing $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $packages ||
-        die "apt-get could not install:$packages"
-    find_python || die "no python3 here can import matplotlib"
-    pkg-config --exists jansson || die "pkg-config does not find jansson"
-fi
+# train reads and writes JSON with jansson.
+required='gcc:gcc,libc6-dev meson:meson ninja:ninja-build python3:python3 matplotlib:python3-matplotlib
+    pkg-config:pkg-config jansson:libjansson-dev'
+install_missing "$required"
+lacking=$(missing "$required")
+[ -z "$lacking" ] || die "this run needs: $(names "$lacking")"
+# Debian's Python, where another one without the plotting library comes first in PATH.
+python=python3
+"$python" -c 'import matplotlib' >/dev/null 2>&1 || python=/usr/bin/python3
 
 # ---- build ----
 
-# For CUDA too where there is a device: the kernels take nvcc some minutes.
-cuda=disabled
-! nvidia-smi >/dev/null 2>&1 || cuda=auto
-# Made anew where it was made of something else or somewhere else: Meson keeps absolute paths.
-if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top; cuda=$cuda" ]; then
+# Made anew where it was made somewhere else: Meson keeps absolute paths.
+if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top" ]; then
     rm -rf "$build"
     quietly configuring env CC="${CC:-gcc}" meson setup "$build" "$top" --buildtype=release -Dtests=disabled \
-        -Dexamples=enabled -Dcuda=$cuda || die "meson setup failed"
-    printf '%s\n' "$top; cuda=$cuda" >"$build/made_of"
+        -Dexamples=enabled || die "meson setup failed"
+    printf '%s\n' "$top" >"$build/made_of"
 fi
 quietly building meson compile -C "$build" || die "the build failed"
 echo "built in $(($(date +%s) - began)) s: $build/examples/compare and train"

@@ -2,20 +2,27 @@
 # run.sh -- installs what is missing and runs the tests (run.py). Ends with a line "N passed, N failed".
 set -u
 
+top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
+. "$top/examples/common/install.sh"
+
 usage() {
     cat <<'END_OF_USAGE'
-usage: sh tests/run.sh [--full | --all] [--only NAME...] [--list]
+usage: sh tests/run.sh [--full | --all] [--only NAME...] [--list] [--no-install]
 
 Without an option: every primitive, method and program, the CUDA kernels on the emulator, MPI, and the sanitizers on what
-matters most; at most ten minutes on two cores, with what it installs and builds. On Debian and Ubuntu missing programs
-are installed with apt-get (through sudo if you are not root). Builds are kept in build/. The last line is the verdict,
-"N passed, N failed"; the exit status is zero if nothing failed and something ran.
+matters most; at most ten minutes on two cores, with what it installs and builds. Builds are kept in build/. The last line
+is the verdict, "N passed, N failed"; the exit status is zero if nothing failed and something ran.
+
+On Debian and Ubuntu missing programs are installed with apt-get (through sudo if you are not root). A terminal is asked
+first, with the line that does it. After a no the tests that need a missing program are left out; if all of them need
+it, the run ends with status 1.
 
   --full          all suites: other compilers and instructions, valgrind, the sanitizers on everything, planted bugs,
                   real weights, more random draws; some 50 minutes
   --all           the same with every planted bug and ten times the draws; hours
   --only NAME...  these alone: suites (unit), tests (ring), builds (asan), tests of a build (asan/ring)
   --list          the tests that these options choose, with the seconds that each took last, and no run
+  --no-install    the same as a no: says what is missing and the line that installs it, and installs nothing
   --help          this text
 
 UPIPE_SEED says where random draws start, UPIPE_DRAWS their exact number; without it each test draws for some seconds,
@@ -25,8 +32,13 @@ END_OF_USAGE
 
 full=0
 for option in "$@"; do
+    shift
     case $option in
     --full | --all) full=1 ;;
+    --no-install)
+        install=no
+        continue
+        ;;
     --only | --list) ;;
     --help | -h)
         usage
@@ -41,10 +53,8 @@ for option in "$@"; do
         exit 2
         ;;
     esac
+    set -- "$@" "$option"
 done
-
-top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
-began=$(date +%s)
 
 # program:packages. The first list must be there; what only the others need is left out, and said, without it.
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
@@ -56,51 +66,10 @@ if [ $full = 1 ]; then
         wanted="$wanted aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross qemu-aarch64:qemu-user"
 fi
 
-# Some are no programs: NumPy in any Python here, which checks what programs dump, PyTorch, pip, and three libraries.
-has() {
-    case $1 in
-    numpy | torch) python3 -c "import $1" 2>/dev/null || /usr/bin/python3 -c "import $1" 2>/dev/null ;;
-    openblas | jansson | libcrypto) pkg-config --exists "$1" 2>/dev/null ;;
-    pip) python3 -m pip --version >/dev/null 2>&1 ;;
-    *) command -v "$1" >/dev/null 2>&1 ;;
-    esac
-}
-
-# The entries of a list that are not there.
-missing() {
-    for entry in $1; do
-        has "${entry%%:*}" || printf '%s ' "$entry"
-    done
-}
-
-names() {
-    for entry in $1; do printf '%s ' "${entry%%:*}"; done
-}
-
-install_missing() {
-    lacking=$(missing "$1")
-    [ -n "$lacking" ] || return 0
-    root=
-    [ "$(id -u)" = 0 ] || root=sudo
-    if ! command -v apt-get >/dev/null 2>&1 || { [ -n "$root" ] && ! command -v sudo >/dev/null 2>&1; }; then
-        return 0
-    fi
-    packages=$(for entry in $lacking; do printf '%s,' "${entry#*:}"; done | tr ',' ' ')
-    echo "installing with apt-get: $packages"
-    (while sleep 9; do echo "[$(($(date +%s) - began)) s] installing"; done) &
-    ticker=$!
-    # shellcheck disable=SC2086 # lists of words
-    $root apt-get update -q >/dev/null
-    # shellcheck disable=SC2086
-    $root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends $packages >/dev/null
-    kill $ticker
-    echo "installed in $(($(date +%s) - began)) s"
-}
-
 install_missing "$required $wanted"
 lacking=$(missing "$required")
 if [ -n "$lacking" ]; then
-    echo "missing programs: $(names "$lacking")" >&2
+    echo "all tests need: $(names "$lacking")" >&2
     echo "0 passed, 1 failed"
     exit 1
 fi

@@ -5,6 +5,7 @@ Numbers must obey the identities of the schedule and of the paper's tables, spel
 results must agree with NumPy in double precision; bad input must end in a sentence, a non-zero status and no file.
 """
 
+import ast
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, other_python, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
-from programs import (BOOK, ODD_NAME, ODD_TEXT, flags_of, limit_files, refused as refused_command,  # pylint: disable=wrong-import-position
+from programs import (BOOK, ODD_NAME, ODD_TEXT, TOP, flags_of, limit_files, refused as refused_command,  # pylint: disable=wrong-import-position
                       replay, watched)
 
 try:
@@ -553,6 +554,20 @@ def test_traces(folder):
                 equal(peaks[name], m['peak_bytes'][name], f'{m["name"]}: {name} by the trace of rank {rank}')
 
 
+def test_colours(folder):
+    """The picture of a trace has a colour for every tag. What draws it is read, as it needs a library that draws."""
+    source = ast.parse(read(os.path.join(TOP, 'examples', 'plot_memory.py')))
+    drawn = {ast.unparse(line.targets[0]): line.value for line in source.body if isinstance(line, ast.Assign)}
+    groups, titles = (ast.literal_eval(drawn[name]) for name in ('GROUPS', 'NAMES'))
+    tags = {tag for _, _, tags in groups for tag in tags}
+    for dtype in 'f32', 'bf16':
+        done = run([*EVERY, '--tokens', '256', '--kv-heads', '4', '--check', 'off', '--dtype', dtype, '--trace', dtype], folder)
+        needed(done.returncode == 0, f'{dtype}: status {done.returncode}: {done.stderr}')
+        for name in HEADS + RINGS + SEGMENTED:
+            seen = {event['name'] for event in load(f'{dtype}/{name}.json') if event['ph'] in 'be'}
+            equal((seen - tags, name in titles), (set(), True), f'{name}, {dtype}: tags without a colour, a title')
+
+
 # ---- bad input ----
 
 
@@ -710,4 +725,4 @@ def test_replacing(folder):
 
 if __name__ == '__main__':
     sys.exit(run_tests('compare', test_defaults, test_shapes, test_methods, test_sums_of_heads, test_length, test_dumps, test_cancelling,
-                        test_traces, test_refusals, test_failures, test_replacing))
+                        test_traces, test_colours, test_refusals, test_failures, test_replacing))
