@@ -4,6 +4,10 @@
  * the number of each bug whose code is reached, once for a unit of the program. No header is included, as this one stands
  * before those that choose what the system's headers declare.
  */
+#ifdef __GNUC__
+#pragma GCC diagnostic ignored "-Wdangling-else" /* a statement has become an if with an else */
+#endif
+
 #ifndef UPIPE_PLANTED_H
 #define UPIPE_PLANTED_H
 

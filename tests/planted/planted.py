@@ -195,7 +195,7 @@ class Shop:
     def run_test(self, name, variables, limit):
         """(status, seconds); None as the status where time is up."""
         test = self.tests[name]
-        budget = {**runner.BUDGETS['ordinary'], 'UPIPE_SECONDS': '0', 'UPIPE_FUZZ_SECONDS': '0'}
+        budget = {**runner.BUDGETS['ordinary'], 'UPIPE_SECONDS': '0', 'UPIPE_FUZZ_SECONDS': '1'}
         path = os.pathsep.join(filter(None, [os.path.join(self.folder, 'python'), os.environ.get('PYTHONPATH')]))
         env = {**os.environ, **test['env'], **budget, 'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1', **variables}
         began = time.monotonic()
