@@ -52,8 +52,8 @@ typedef struct way {
     upipe_err errors[RANKS_MAX];
 } way;
 
-/* The first step moves nothing but the moments: both have the golden gradient, with a norm that is clipped. */
-static const trainer_rates steps[] = {{1, 0, 0.9, 0.95, 0.01, 0.1, 1}, {2, 0.5, 0.9, 0.95, 0.01, 0.1, 0.5}};
+/* The first step moves nothing but the moments: both have the golden gradient, whose norm the first one clips. */
+static const trainer_rates steps[] = {{1, 0, 0.9, 0.95, 0.01, 0.1, 1}, {2, 0.5, 0.9, 0.95, 0.01, 0.1, 100}};
 enum { STEPS = (int)(sizeof steps / sizeof *steps) };
 
 static int64_t golden_count(const golden *g, int group)
