@@ -428,6 +428,8 @@ static void test_surroundings(void)
     layer.wq = layer.wk = layer.wv = layer.wo = weight;
     CHECK(upipe_dry_init(dry, &plan, &fake_ops) == UPIPE_OK);
     CHECK(upipe_mem_alloc(c->mem, &x, upipe_plan_unit_bytes(&plan), UPIPE_USE_OTHER, "x", NULL) == UPIPE_OK);
+    CHECK(upipe_mem_alloc(&dry->host, &y, 1, UPIPE_USE_OTHER, "y", NULL) == UPIPE_OK);
+    CHECK(x != y); /* programs compare addresses, whichever pool they are of */
     vx = upipe_view_packed(x, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_fwd(c, &layer, &save, vx), UPIPE_OK, c->err);
     CHECK(upipe_mem_alloc(c->mem, &y, upipe_plan_unit_bytes(&plan), UPIPE_USE_OTHER, "y", NULL) == UPIPE_OK);

@@ -1,5 +1,5 @@
 /* test_llama -- the trainer's model against golden states in f64, for several teams, rings, segments, chunks
- * and pools
+ * and pools; and two steps of AdamW, whose gradients are clipped, against the formula in f64
  *
  * golden/two_layers.safetensors has the weights of three small Llamas, two sequences of tokens, and what an
  * automatic differentiator says of them: the loss and all gradients. Its targets are ignored unevenly, so
@@ -36,18 +36,25 @@ typedef struct golden {
     int kind;
 } golden;
 
+/* What is left of the steps. */
+enum { GRADS, FIRST_MOMENTS, SECOND_MOMENTS, WEIGHTS, KEPT };
+
 /* One way to compute it. */
 typedef struct way {
     const golden *g;
     upipe_plan_desc desc;
-    int segments, zero;
+    int segments, zero, replicas, offload_optimizer;
     activations_setting activations;
     grid net;
     upipe_ops ops;
-    float *grads[2]; /* after the sum: each rank's slices */
+    float *kept[KEPT][LLAMA_GROUPS]; /* of all ranks together */
     double loss, norm;
     upipe_err errors[RANKS_MAX];
 } way;
+
+/* The first step moves nothing but the moments: both have the golden gradient, whose norm the first one clips. */
+static const trainer_rates steps[] = {{1, 0, 0.9, 0.95, 0.01, 0.1, 1}, {2, 0.5, 0.9, 0.95, 0.01, 0.1, 100}};
+enum { STEPS = (int)(sizeof steps / sizeof *steps) };
 
 static int64_t golden_count(const golden *g, int group)
 {
@@ -118,42 +125,36 @@ static void golden_close(golden *g)
 enum { SLAB = 2 << 20 };
 
 static upipe_copy table_copy;
-static _Thread_local int to_host; /* copies of a rank to memory outside of its pool */
+static _Thread_local int to_host; /* copies of a rank from its pool to elsewhere, after the backward */
 
 static upipe_status counted_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     const uintptr_t at = (uintptr_t)dst - (uintptr_t)c->mem->slab;
-    to_host += at >= SLAB;
+    to_host += at >= SLAB && c->mem->phase == MODEL_UPDATE;
     return table_copy(c, dst, src, bytes);
 }
 
-static upipe_status way_rank(way *w, trainer *t)
+/* This rank's tokens of every sequence of its replica. */
+static trainer_batch way_tokens(const golden *g, const model *m, int32_t *inputs, int32_t *targets)
 {
-    const golden *g = w->g;
-    upipe_ctx *c = t->r.c;
-    int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
-    int32_t *input = inputs, *target = targets;
-    memory_plan plan;
-    trainer_batch batch;
-    trainer_result result;
-    upipe_view x;
-    const int64_t batch_n = t->m.plan.desc.batch;
-    int64_t valid, targeted = 0;
-    for (int64_t first = 0; first < BATCH; first += batch_n) {
-        for (int part = 0; part < model_parts(&t->m); ++part) {
-            const upipe_shard shard = model_shard(&t->m, part);
-            for (int64_t b = first; b < first + batch_n; ++b) {
+    const int64_t batch_n = m->plan.desc.batch;
+    trainer_batch batch = {.inputs = inputs, .targets = targets};
+    for (int64_t first = m->replica * batch_n; first < BATCH; first += m->replicas * batch_n)
+        for (int part = 0; part < model_parts(m); ++part) {
+            const upipe_shard shard = model_shard(m, part);
+            for (int64_t b = first; b < first + batch_n; ++b)
                 for (int64_t i = 0; i < shard.n; ++i) {
-                    targeted += g->targets[b * TOKENS + upipe_shard_pos(&shard, i)] >= 0;
-                    *input++ = g->inputs[b * TOKENS + upipe_shard_pos(&shard, i)];
-                    *target++ = g->targets[b * TOKENS + upipe_shard_pos(&shard, i)];
+                    const int64_t at = b * TOKENS + upipe_shard_pos(&shard, i);
+                    batch.valid += g->targets[at] >= 0;
+                    *inputs++ = g->inputs[at];
+                    *targets++ = g->targets[at];
                 }
-            }
         }
-    }
-    batch = (trainer_batch){.inputs = inputs, .targets = targets, .valid = targeted};
-    memset(&result, 0, sizeof result);
-    UPIPE_TRY(trainer_alloc(t));
+    return batch;
+}
+
+static void way_start(const golden *g, trainer *t)
+{
     for (int group = 0; group < LLAMA_GROUPS; ++group) {
         const upipe_zero *z = &t->state.zero[group];
         for (int unit = 0; unit < z->units; ++unit) {
@@ -162,19 +163,49 @@ static upipe_status way_rank(way *w, trainer *t)
                    (size_t)p.n * 4);
         }
     }
-    UPIPE_TRY(trainer_begin(t, &batch, &valid, &result));
-    CHECK_INT(valid, g->valid);
-    for (int64_t i = 0; i < t->m.accumulate; ++i) {
-        t->state.zero[LLAMA_WEIGHTS].round = (int)i;
-        UPIPE_TRY(trainer_tokens(t, &batch, i));
-        UPIPE_TRY(model_fwd(&t->r, &x, 1));
-        UPIPE_TRY(model_bwd(&t->r, x, (float)(1.0 / (double)valid)));
-        if (i + 1 < t->m.accumulate) UPIPE_TRY(trainer_losses(t));
+}
+
+/* A rank's part; of what every rank has whole, the last one's. */
+static void way_keep_part(float *to, const float *from, const upipe_zero *z, upipe_zero_what what)
+{
+    for (int unit = 0; unit < z->units; ++unit) {
+        const upipe_zero_part p = upipe_zero_part_of(z, what, unit);
+        if (upipe_zero_sharded(z, what) || z->rank == z->ranks - 1)
+            memcpy(to + p.first, from + p.at, (size_t)p.n * 4);
     }
-    model_phase(&t->r, MODEL_UPDATE);
-    to_host = 0;
-    UPIPE_TRY(trainer_reduce(t, g->valid, &result));
-    CHECK_INT(to_host, 1); /* loss and norm: one copy, and on a device one wait for it */
+}
+
+static void way_keep(way *w, const trainer *t)
+{
+    for (int group = 0; group < LLAMA_GROUPS; ++group) {
+        const upipe_zero *z = &t->state.zero[group];
+        for (int unit = 0; unit < z->units; ++unit) { /* sums are in slices in every stage */
+            const upipe_zero_part p = upipe_zero_slice(z, unit);
+            memcpy(w->kept[GRADS][group] + p.first, upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit),
+                   (size_t)p.n * 4);
+        }
+        way_keep_part(w->kept[FIRST_MOMENTS][group], t->state.m[group], z, UPIPE_ZERO_STATES);
+        way_keep_part(w->kept[SECOND_MOMENTS][group], t->state.v[group], z, UPIPE_ZERO_STATES);
+        way_keep_part(w->kept[WEIGHTS][group], (const float *)z->weights, z, UPIPE_ZERO_WEIGHTS);
+    }
+}
+
+static upipe_status way_rank(way *w, trainer *t)
+{
+    upipe_ctx *c = t->r.c;
+    int32_t inputs[BATCH * TOKENS], targets[BATCH * TOKENS];
+    const trainer_batch batch = way_tokens(w->g, &t->m, inputs, targets);
+    memory_plan plan;
+    trainer_result result[STEPS];
+    UPIPE_TRY(trainer_alloc(t));
+    way_start(w->g, t);
+    for (int i = 0; i < STEPS; ++i) {
+        to_host = 0;
+        UPIPE_TRY(trainer_step(t, &batch, &steps[i], &result[i]));
+        if (!w->offload_optimizer)
+            CHECK_INT(to_host, 1); /* loss and norm: one copy, and on a device one wait for it */
+        CHECK(result[i].finite && result[i].loss == result[0].loss && result[i].norm == result[0].norm);
+    }
     UPIPE_TRY(memory_plan_make(&plan, &t->m, c->ops, NULL, NULL, &c->err));
     for (int phase = 0; phase < MODEL_PHASES; ++phase)
         CHECK_SAY(c->mem->phase_peak[phase] == plan.phase[phase],
@@ -182,16 +213,10 @@ static upipe_status way_rank(way *w, trainer *t)
                   t->world->ranks, c->mem->phase_peak[phase], plan.phase[phase]);
     CHECK_INT(c->mem->peak, plan.peak);
     CHECK_INT(t->r.second->peak, plan.host);
-    for (int group = 0; group < LLAMA_GROUPS; ++group) {
-        const upipe_zero *z = &t->state.zero[group];
-        for (int unit = 0; unit < z->units; ++unit) {
-            const upipe_zero_part p = upipe_zero_slice(z, unit);
-            memcpy(w->grads[group] + p.first, upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit), (size_t)p.n * 4);
-        }
-    }
+    way_keep(w, t);
     if (t->world->rank == 0) {
-        w->loss = result.loss;
-        w->norm = result.norm;
+        w->loss = result[0].loss;
+        w->norm = result[0].norm;
     }
     return trainer_free_block(t);
 }
@@ -210,13 +235,17 @@ static upipe_status way_main(void *user, int rank)
     pool_begin(&host, SLAB, BLOCKS);
     grid_use(&w->net, rank, &c);
     desc.rank = rank % desc.ranks;
-    desc.ring_rank = rank / desc.ranks;
+    desc.ring_rank = rank / desc.ranks % desc.ring;
     s = model_init(&m, &w->g->layout, &desc, &c.err);
     if (s == UPIPE_OK) s = model_cut(&m, w->segments, &c.err);
     rules_of(DEVICE_CPU, &m.rules);
-    m.accumulate = BATCH / desc.batch;
+    m.replicas = w->replicas;
+    m.replica = rank / (desc.ranks * desc.ring);
+    m.accumulate = BATCH / desc.batch / m.replicas;
     m.activations = w->activations;
     m.zero = w->zero;
+    m.offload_optimizer = w->offload_optimizer;
+    m.offload_weights = w->offload_optimizer && w->zero == 3;
     if (s == UPIPE_OK) s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
     if (s == UPIPE_OK) s = way_rank(w, &t);
     CHECK_STATUS(s, UPIPE_OK, c.err);
@@ -227,28 +256,38 @@ static upipe_status way_main(void *user, int rank)
     return s;
 }
 
-/* The description says ranks and schedule. */
-static void way_run_zero(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind, int zero)
+/* The description says ranks and schedule, and how many sequences a micro-batch has where these are not all. */
+static void way_run_as(way *w, const golden *g, way as)
 {
     upipe_err e;
     int mark;
-    *w = (way){.g = g, .desc = desc};
+    *w = as;
+    w->g = g;
     w->desc.tokens = TOKENS;
-    w->desc.batch =
-        llama_has_linear(&g->layout.config) ? 1 : BATCH; /* linear attention takes one sequence at a time */
-    w->activations.kind = kind;
-    w->activations.k = kind == ACTIVATIONS_SAO || kind == ACTIVATIONS_BLOCKS ? 2 : 0;
-    w->segments = segments;
-    w->zero = zero;
+    if (w->desc.batch == 0)
+        w->desc.batch = llama_has_linear(&g->layout.config)
+                            ? 1
+                            : BATCH; /* linear attention takes one sequence at a time */
+    if (w->replicas == 0) w->replicas = 1;
+    w->activations.k =
+        w->activations.kind == ACTIVATIONS_SAO || w->activations.kind == ACTIVATIONS_BLOCKS ? 2 : 0;
     w->ops = cpu_table();
     table_copy = w->ops.copy;
     w->ops.copy = counted_copy;
-    for (int group = 0; group < 2; ++group) w->grads[group] = floats(golden_count(g, group));
+    for (int i = 0; i < KEPT * LLAMA_GROUPS; ++i)
+        w->kept[i / LLAMA_GROUPS][i % LLAMA_GROUPS] = floats(golden_count(g, i % LLAMA_GROUPS));
     mark = buffers_n;
-    CHECK_STATUS(grid_init(&w->net, desc.ranks * desc.ring, desc.ranks, desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(
+        grid_init(&w->net, w->replicas * as.desc.ranks * as.desc.ring, as.desc.ranks, as.desc.ring, 60, &e),
+        UPIPE_OK, e);
     CHECK(upipe_threads_run(&w->net.world, way_main, w, NULL, NULL) == UPIPE_OK);
     grid_free(&w->net);
     buffers_free(mark);
+}
+
+static void way_run_zero(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind, int zero)
+{
+    way_run_as(w, g, (way){.desc = desc, .segments = segments, .activations.kind = kind, .zero = zero});
 }
 
 static void way_run(way *w, const golden *g, upipe_plan_desc desc, int segments, int kind)
@@ -282,6 +321,75 @@ static tolerance_error naive_errors(const golden *g, const char *name)
     return m;
 }
 
+/* What AdamW's formula makes of an element with the gradient x in the steps. */
+typedef struct updated {
+    double m, v, w;
+} updated;
+
+static updated update64(double x, double w, double norm, int decays)
+{
+    updated u = {0, 0, w};
+    for (int i = 0; i < STEPS; ++i) {
+        const trainer_rates *r = &steps[i];
+        const double grad = norm > r->clip ? x * r->clip / norm : x;
+        u.m = r->beta1 * u.m + (1 - r->beta1) * grad;
+        u.v = r->beta2 * u.v + (1 - r->beta2) * grad * grad;
+        u.w -=
+            r->rate * (u.m / (1 - pow(r->beta1, i + 1)) / (sqrt(u.v / (1 - pow(r->beta2, i + 1))) + r->eps) +
+                       (decays ? r->decay : 0) * u.w);
+    }
+    return u;
+}
+
+static tolerance_error error_times(tolerance_error e, double factor)
+{
+    e.max *= factor;
+    e.mean *= factor;
+    return e;
+}
+
+/* The rule for what the steps make of a tensor: a gradient's naive error is multiplied by the largest slope of each. */
+static void check_updated(const golden *g, const way *w, const llama_tensor *t, const double *grad,
+                          double norm)
+{
+    const tolerance_error e = naive_errors(g, t->name);
+    const updated one = update64(1, 0, norm, 0);
+    const float *start = (t->is_vector ? g->vectors : g->weights) + t->at;
+    double *want[3], largest = 0;
+    for (int i = 0; i < 3; ++i) want[i] = (double *)zeroed((size_t)t->n * sizeof **want);
+    for (int64_t i = 0; i < t->n; ++i) {
+        const updated u = update64(grad[i], (double)start[i], norm, !t->is_vector);
+        want[0][i] = u.m, want[1][i] = u.v, want[2][i] = u.w;
+        largest = fmax(largest, fabs(grad[i]));
+    }
+    CHECK_CLOSE_TO(w->kept[FIRST_MOMENTS][t->is_vector] + t->at, error_times(e, one.m), want[0], t->n,
+                   t->name);
+    CHECK_CLOSE_TO(w->kept[SECOND_MOMENTS][t->is_vector] + t->at, error_times(e, 2 * one.v * largest),
+                   want[1], t->n, t->name);
+    CHECK_CLOSE_TO(w->kept[WEIGHTS][t->is_vector] + t->at,
+                   error_times(e, steps[1].rate * one.m / (1 - pow(steps[1].beta1, 2)) / steps[1].eps),
+                   want[2], t->n, t->name);
+}
+
+/* Of the model whose gradients the file has all: their norm, and the steps. */
+static void check_steps(const golden *g, const way *w)
+{
+    double norm = 0;
+    for (int pass = 0; pass < 2; ++pass) {
+        for (int i = 0; i < g->layout.n; ++i) {
+            const llama_tensor *t = &g->layout.tensors[i];
+            const st_tensor *from = golden_find(g, "grad.", t->name);
+            const double *grad = from != NULL ? read_f64(g, from) : NULL;
+            if (grad == NULL) return;
+            if (pass == 1) check_updated(g, w, t, grad, norm);
+            for (int64_t k = 0; k < t->n && pass == 0; ++k) norm += grad[k] * grad[k];
+        }
+        if (pass == 0) norm = sqrt(norm);
+    }
+    CHECK_SAY(norm > 1 && fabs(w->norm - norm) <= 4 * (double)FLT_EPSILON * norm,
+              "the norm is %.9g, not %.9g", w->norm, norm);
+}
+
 static void check_golden(const golden *g, const way *w)
 {
     static const int tensors[GOLDENS] = {25, 1 + 2 * 4 + 1, 1 + 2 * (2 + 4) + 1};
@@ -304,18 +412,21 @@ static void check_golden(const golden *g, const way *w)
             continue;
         }
         want = read_f64(g, grad);
-        CHECK_CLOSE_TO(w->grads[t->is_vector] + t->at, naive_errors(g, t->name), want, t->n, name);
+        CHECK_CLOSE_TO(w->kept[GRADS][t->is_vector] + t->at, naive_errors(g, t->name), want, t->n, name);
         ++compared;
     }
     CHECK_INT(compared, tensors[g->kind]);
+    if (g->kind == UNTIED) check_steps(g, w);
 }
 
 static int same_bits(const way *a, const way *b)
 {
-    const golden *g = a->g;
-    return a->loss == b->loss && a->norm == b->norm &&
-           memcmp(a->grads[0], b->grads[0], (size_t)g->layout.weights * 4) == 0 &&
-           memcmp(a->grads[1], b->grads[1], (size_t)g->layout.vectors * 4) == 0;
+    int same = a->loss == b->loss && a->norm == b->norm;
+    for (int i = 0; i < KEPT * LLAMA_GROUPS; ++i)
+        same &=
+            memcmp(a->kept[i / LLAMA_GROUPS][i % LLAMA_GROUPS], b->kept[i / LLAMA_GROUPS][i % LLAMA_GROUPS],
+                   (size_t)golden_count(a->g, i % LLAMA_GROUPS) * 4) == 0;
+    return same;
 }
 
 static upipe_plan_desc team_of(int ranks, int chunk)
@@ -366,25 +477,33 @@ static void test_segments(const golden *g)
     }
 }
 
-/* Whatever is sharded: the same bits of loss, norm and gradients, in every method and model. */
+/* Whatever is sharded, and wherever the states are: the same bits, in every method and model. Micro-batches are summed in
+ * another order where gradients are sharded. */
 static void test_zero(const golden *g)
 {
     static const struct {
-        int ranks, ring, chunk, segments, kind;
-    } ways[] = {{1, 1, 4, 0, ACTIVATIONS_AC},      {2, 1, 2, 0, ACTIVATIONS_OFFLOAD},
-                {3, 1, 4, 0, ACTIVATIONS_SAC},     {2, 2, 2, 0, ACTIVATIONS_OFFLOAD},
-                {2, 1, 2, 3, ACTIVATIONS_OFFLOAD}, {4, 1, 4, 0, ACTIVATIONS_AC}};
+        int ranks, ring, chunk, segments, kind, batch, replicas, away;
+    } ways[] = {{1, 1, 4, 0, ACTIVATIONS_AC, 0, 1, 1},      {2, 1, 2, 0, ACTIVATIONS_OFFLOAD, 0, 1, 0},
+                {3, 1, 4, 0, ACTIVATIONS_SAC, 0, 1, 1},     {2, 2, 2, 0, ACTIVATIONS_OFFLOAD, 0, 1, 0},
+                {2, 1, 2, 3, ACTIVATIONS_OFFLOAD, 0, 1, 1}, {4, 1, 4, 0, ACTIVATIONS_AC, 0, 1, 0},
+                {2, 1, 2, 0, ACTIVATIONS_AC, 1, 1, 1},      {2, 1, 2, 0, ACTIVATIONS_AC, 1, 2, 0}};
     for (size_t i = 0; i < sizeof ways / sizeof *ways; ++i) {
-        upipe_plan_desc d = team_of(ways[i].ranks, ways[i].chunk);
-        way one, other;
-        d.ring = ways[i].ring;
-        way_run(&one, g, d, ways[i].segments, ways[i].kind);
-        check_golden(g, &one);
-        for (int zero = 0; zero < 4; ++zero) {
-            if (zero == 1) continue;
-            way_run_zero(&other, g, d, ways[i].segments, ways[i].kind, zero);
-            CHECK_SAY(same_bits(&one, &other), "ZeRO %d has other bits than 1, way %zu, model %d", zero, i,
-                      g->kind);
+        way as = {.desc = team_of(ways[i].ranks, ways[i].chunk), .segments = ways[i].segments}, one, other;
+        const int in_turn = ways[i].batch > 0 && ways[i].replicas == 1;
+        as.desc.ring = ways[i].ring;
+        as.desc.batch = ways[i].batch;
+        as.replicas = ways[i].replicas;
+        as.activations.kind = ways[i].kind;
+        for (as.zero = 0; as.zero < 4; ++as.zero) {
+            const int first = as.zero == 0 || (as.zero == 2 && in_turn);
+            as.offload_optimizer = 0;
+            if (first) way_run_as(&one, g, as);
+            if (first) check_golden(g, &one);
+            as.offload_optimizer = ways[i].away;
+            if (first && !as.offload_optimizer) continue;
+            way_run_as(&other, g, as);
+            CHECK_SAY(same_bits(&one, &other), "ZeRO %d has other bits than %d, way %zu, model %d", as.zero,
+                      one.zero, i, g->kind);
         }
     }
 }
@@ -481,7 +600,7 @@ static void check_family(const golden *g, const way *w, const json_t *row, const
     for (int i = 0; i < g->layout.n; ++i) {
         const llama_tensor *t = &g->layout.tensors[i];
         const json_t *numbers = json_object_get(grads, t->name);
-        const float *grad = w->grads[t->is_vector] + t->at;
+        const float *grad = w->kept[GRADS][t->is_vector] + t->at;
         const double limit = 4 * (1.5 * number_at(numbers, 2) + (double)FLT_EPSILON * number_at(numbers, 1));
         test_rng r = stream_of("signs of ", t->name);
         double sum = 0;
@@ -581,7 +700,7 @@ static void test_post_norms(const char *path, int kind, int family)
             if (at != 0) way_run(&other, &g, d, ways[i].segments, ACTIVATIONS_AC);
             grows += weights[at + 2] * other.loss / (12 * h);
         }
-        for (int64_t k = 0; k < g.layout.vectors; ++k) slope += (double)(one.grads[1][k] * step[k]);
+        for (int64_t k = 0; k < g.layout.vectors; ++k) slope += (double)(one.kept[GRADS][1][k] * step[k]);
         CHECK_SAY(fabs(grows - slope) <= 1e-3 * fabs(slope),
                   "way %zu of %s: the loss grows by %.9g, the gradients say %.9g", i,
                   llama_families[family].type, grows, slope);

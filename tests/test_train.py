@@ -20,8 +20,14 @@ import subprocess
 import sys
 import time
 
+try:
+    import numpy as np
+except ImportError:
+    other_python()
+    sys.exit('test_train.py: no NumPy here to check results with: install python3-numpy')
+
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, equal, load, needed, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
+from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
 from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, flags_of, heed_signals, limit_files, npy, refused,  # pylint: disable=wrong-import-position
                       replay, safetensors, sentences, watched, words_of)
 
@@ -1490,6 +1496,73 @@ def test_schedules(folder):
     near([line['rate'] for line in lines_of('on')][2:], [1e-2, 1e-2], 1e-12, 'another schedule over a resume')
 
 
+def adamw(c, step, rate, decay, real, w, m, v, m_after):
+    """The moment of the squares and the weights after a step, and its gradient, in numbers of this type."""
+    b1, b2, eps = (real(c[key]) for key in ('beta1', 'beta2', 'adam_eps'))
+    grad = (m_after.astype(real) - b1 * m) / (1 - b1)
+    squares = b2 * v + (1 - b2) * grad * grad
+    mean, root = m_after / (1 - b1**real(step)), np.sqrt(squares / (1 - b2**real(step)))
+    return grad, squares, w - real(rate) * (mean / (root + eps) + real(decay) * w)
+
+
+def states_of(folder, step):
+    """{name: (shape, numbers)} of a checkpoint: weights, as they are stored, and the optimizer's states"""
+    return {name: (shape, np.frombuffer(data, np.float32 if dtype == 'F32' else np.uint16)) for part in ('model', 'optimizer')
+            for name, (dtype, shape, data) in safetensors(f'{folder}/checkpoint-{step}/{part}.safetensors')[1].items()}
+
+
+def check_step(folder, c, step, rate, norm, what):
+    """A step's checkpoint against the one before: the formula in f64, by the tolerance rule, of the gradient that the first
+    moment says; the norm of all gradients is clipped; matrices decay."""
+    before, after, total = states_of(folder, step - 1), states_of(folder, step), 0
+    for name in [name[8:] for name in after if name.startswith('exp_avg.')]:
+        m, v, at = 'exp_avg.' + name, 'exp_avg_sq.' + name, 'master.' + name if 'master.' + name in after else name
+        decay = c['weight_decay'] if len(after[name][0]) == 2 else 0
+        numbers = [before[at][1], before[m][1], before[v][1], after[m][1]]
+        naive = adamw(c, step, rate, decay, np.float32, *numbers)
+        want = adamw(c, step, rate, decay, np.float64, *[x.astype(np.float64) for x in numbers])
+        total += np.sum(want[0]**2)
+        for part, got, truth, near_it in zip((v, at), (after[v][1], after[at][1]), want[1:], naive[1:]):
+            error, allowed = np.abs(got - truth), np.abs(near_it - truth)
+            floor = 4 * np.finfo(np.float32).eps * np.max(np.abs(truth))
+            check(np.max(error) <= 2 * np.max(allowed) + floor and np.mean(error) <= 1.5 * np.mean(allowed) + floor,
+                  f'{what}, step {step}: {part} is up to {np.max(error)} off')
+        if at != name:
+            bits = after[at][1].view(np.uint32)
+            check(np.array_equal(after[name][1], (bits + 0x7fff + (bits >> 16 & 1)) >> 16), f'{what}, step {step}: {name} is not rounded')
+    limit = min(norm, c['clip'])
+    check(abs(math.sqrt(total) / limit - 1) < 1e-6, f'{what}, step {step}: a gradient of {math.sqrt(total)}, not {limit}')
+
+
+def test_updates(folder):
+    """Every step with a gradient that is clipped is AdamW's formula, by the rate of its schedule; what is sharded, and where
+    it is, changes no bit of the last checkpoint."""
+    steps = {'steps': 4, 'lr': 1e-2, 'min_lr': 1e-3, 'warmup': 2, 'weight_decay': 0.5, 'beta1': 0.8, 'beta2': 0.9, 'adam_eps': 1e-3}
+    rate = [0.5e-2, 1e-2, 5.5e-3, 1e-3]
+    away = {'offload_optimizer': True}
+    for what, clip, flags, others in [
+        ('clipped', 1, {}, [{'zero': 0}, {'zero': 2, **away}, {'zero': 3, 'offload_weights': True, **away}, {'activations': 'offload'}]),
+        ('not clipped', 100, {}, []),
+        ('in turn', 1, {'accumulate': 2}, [{'zero': 0}]),
+        ('in turn, sharded', 1, {'accumulate': 2, 'zero': 2}, [{'zero': 3, **away}]),
+        ('replicas', 1, {'ranks': 4, 'replicas': 2, 'zero': 3}, [{'zero': 0}]),
+        ('bf16', 1, {'dtype': 'bf16'}, [{'zero': 3, **away}]),
+        ('adapters', 0.01, {'lora': '2', 'clip': 0.01}, [{'zero': 3}]),
+    ]:
+        model = {'layers': 1, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'attention_bias': 'qkv', **flags}
+        quiet(given(**model, steps=0, save=what), folder, what)
+        flags = {**steps, **({} if clip == 1 else {'clip': clip}), **flags, 'resume': what, 'save_every': 1, 'keep': 0}
+        one = good(folder, what, **flags, save=what)
+        equal([norm > clip for norm in one['grad_norm']], [clip < 100] * 4, f'{what}: norms {one["grad_norm"]} over {clip}')
+        for step in range(1, 5):
+            check_step(what, one['config'], step, rate[step - 1], one['grad_norm'][step - 1], what)
+        for other in others:
+            good(folder, f'{what}, {other}', **{**flags, 'resume': f'{what}/checkpoint-0', **other}, save='other')
+            for name in 'model.safetensors', 'optimizer.safetensors':
+                check(read(f'other/checkpoint-4/{name}') == read(f'{what}/checkpoint-4/{name}'), f'{what}, {other}: other bits of {name}')
+            shutil.rmtree('other')
+
+
 def still(folder, what, **flags):
     """The numbers of a run without a step, which has no peak of one."""
     quiet(given(**{'json': 'still.json', 'steps': 0, **flags}), folder, what)
@@ -1953,7 +2026,7 @@ def test_sample(folder):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_eval, test_refusals, test_numbers, test_bits, test_methods,
+    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
                        test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,

@@ -260,6 +260,7 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->mem.guard = upi_dry_guard;
     dry->mem.user = dry;
     upipe_mem_init_dry(&dry->host, dry->host_blocks, UPIPE_DRY_HOST_BLOCKS_MAX);
+    dry->host.slab = (char *)(UINTPTR_MAX / 2 + 1); /* no address is of both pools: they are compared */
     upipe_comm_dry(&dry->team, d.rank, d.ranks, dry->list, dry->gathered);
     upipe_comm_dry(&dry->ring, d.ring_rank, d.ring, dry->ring_list, dry->ring_gathered);
     dry->ops = *ops;

@@ -788,8 +788,8 @@ static inline void naive_adamw(const upipe_adamw *a, float *w, float *m, float *
     }
 }
 
-/* Thirty steps; from w = 0 too, where nothing hides the update. The numbers after each step are judged
- * together. */
+/* Thirty steps, the last two of them late ones; from w = 0 too, where nothing hides the update. The numbers after each
+ * step are judged together. */
 static inline void check_adamw(test_rng *r, upipe_ctx *c, int n, int which, int from_zero)
 {
     enum { STEPS = 30 };
@@ -811,7 +811,8 @@ static inline void check_adamw(test_rng *r, upipe_ctx *c, int n, int which, int 
         upipe_view g = tensor(r, UPIPE_F32, 1, 1, n, PACKED, step % 7 == 0 ? 100 : 1), keep = twin(g);
         upipe_view wide = upipe_view_rows(w, step, 1), narrow = upipe_view_rows(copy, step, 1);
         const float *grad = (const float *)g.data;
-        upipe_adamw a = adamw_of(n, step, which);
+        const int64_t late = step == STEPS ? 3000000000 : 1000;
+        upipe_adamw a = adamw_of(n, step < STEPS - 1 ? step : late, which);
         int64_t at = (int64_t)step * n, old = at - n;
         size_t floats = (size_t)n * sizeof(float), doubles = (size_t)n * sizeof(double);
         memcpy(tw.want + at, tw.want + old, doubles);

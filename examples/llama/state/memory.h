@@ -227,7 +227,8 @@ static inline upipe_status memory_plan_make(memory_plan *plan, const model *m, c
     upipe_side_stream_inline(&d->side, NULL);
     upipe_mem_init_dry(&d->dry.mem, blocks, blocks_max);
     upipe_mem_init_dry(&d->host, blocks + blocks_max, blocks_max);
-    d->dry.mem.events = &none; /* space for none: all are counted as lost */
+    d->host.slab = d->dry.host.slab; /* in the place of that pool, and apart from the first one */
+    d->dry.mem.events = &none;       /* space for none: all are counted as lost */
     if (s == UPIPE_OK) {
         s = trainer_open(&t, m, &d->dry.ctx, &d->world, &d->host);
         t.side = &d->side;
