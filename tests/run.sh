@@ -14,7 +14,8 @@ are installed with apt-get (through sudo if you are not root). Builds are kept i
   --full          all suites: other compilers and instructions, valgrind, the sanitizers on everything, planted bugs,
                   real weights, more random draws; some 50 minutes
   --all           the same with every planted bug and ten times the draws; hours
-  --only NAME...  these alone: suites (unit), tests (ring), builds (asan), tests of a build (asan/ring)
+  --only NAME...  these alone: suites (unit), tests (ring), builds (asan), tests of a build (asan/ring), functions of a
+                  test (gcc/train:lora,adapter)
   --list          the tests that these options choose, with the seconds that each took last, and no run
   --help          this text
 

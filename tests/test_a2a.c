@@ -328,12 +328,13 @@ static void test_slots(void)
     CHECK_STATUS(upipe_slot_drain(&s, 0, &p, &e), UPIPE_OK, e);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_all_to_all();
-    test_foreign_plan();
-    test_sum();
-    test_busy();
-    test_slots();
+    test_begin(argc, argv);
+    TEST(test_all_to_all());
+    TEST(test_foreign_plan());
+    TEST(test_sum());
+    TEST(test_busy());
+    TEST(test_slots());
     return test_end("a2a");
 }

@@ -664,9 +664,10 @@ static void test_arguments(void)
     lone_end(l);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     (void)run_block; /* the block in one piece, of the same header */
+    test_begin(argc, argv);
     TEST(test_memory());
     TEST(test_without_heads());
     TEST(test_refusals());

@@ -572,16 +572,17 @@ static void test_extremes(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_schedules();
-    test_uneven();
-    test_seal();
-    test_extremes();
-    test_rings();
-    test_ring_modes();
-    test_figure();
-    test_tables();
-    test_refusals();
+    test_begin(argc, argv);
+    TEST(test_schedules());
+    TEST(test_uneven());
+    TEST(test_seal());
+    TEST(test_extremes());
+    TEST(test_rings());
+    TEST(test_ring_modes());
+    TEST(test_figure());
+    TEST(test_tables());
+    TEST(test_refusals());
     return test_end("plan");
 }

@@ -488,8 +488,9 @@ static void test_ring_arguments(void)
     CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_OK, c.err);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_bare_calls());
     TEST(test_ring_arguments());
     TEST(test_orders());

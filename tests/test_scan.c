@@ -491,16 +491,17 @@ static upipe_status crossing_body(void *user, int rank)
     return UPIPE_OK;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     world *w = (world *)calloc(1, sizeof *w);
     w->ops = cpu_table();
-    test_passes(w);
-    test_faults(w);
+    test_begin(argc, argv);
+    TEST(test_passes(w));
+    TEST(test_faults(w));
     TEST(test_refusals(w));
     w->ranks = 2;
-    run(w, 20, differing_body, NULL);
-    run(w, 20, crossing_body, NULL);
+    TEST_OF("differing", run(w, 20, differing_body, NULL));
+    TEST_OF("crossing", run(w, 20, crossing_body, NULL));
     free(w);
     return test_end("scan");
 }

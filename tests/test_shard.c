@@ -147,11 +147,12 @@ static void test_balance(void)
             }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_permutation();
-    test_large();
-    test_rows();
-    test_balance();
+    test_begin(argc, argv);
+    TEST(test_permutation());
+    TEST(test_large());
+    TEST(test_rows());
+    TEST(test_balance());
     return test_end("shard");
 }

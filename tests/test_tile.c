@@ -1071,8 +1071,9 @@ static void test_no_rows(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_finite_differences());
     TEST(test_random());
     TEST(test_tiles());

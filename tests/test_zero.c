@@ -513,8 +513,9 @@ static void test_announced(void)
     CHECK_INT(mem->live, 0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_stages());
     TEST(test_troubles());
     TEST(test_silent());

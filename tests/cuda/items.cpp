@@ -232,15 +232,16 @@ static void test_processors(void)
             }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_masks();
-    test_groups();
-    test_windows();
-    test_packed();
-    test_unseen();
-    test_used();
-    test_processors();
+    test_begin(argc, argv);
+    TEST(test_masks());
+    TEST(test_groups());
+    TEST(test_windows());
+    TEST(test_packed());
+    TEST(test_unseen());
+    TEST(test_used());
+    TEST(test_processors());
     printf("digest %016llx\n", (unsigned long long)digest);
     return test_end("cuda_items");
 }

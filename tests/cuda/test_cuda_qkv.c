@@ -219,7 +219,7 @@ static void test_case(const qkv_case *q)
     fake_eager(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const qkv_case cases[] = {
         {24, 1, 4, 2, 32, 0, 1, 2, 0, 0, UPIPE_BF16}, /* one rank, in stages */
@@ -231,6 +231,7 @@ int main(void)
          UPIPE_F32}, /* lengths that do not divide; values of another width */
         {19, 2, 9, 3, 32, 0, 2, 2, 0, 0, UPIPE_BF16}, /* heads that do not */
     };
-    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); ++i) test_case(&cases[i]);
+    test_begin(argc, argv);
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); ++i) TEST(test_case(&cases[i]));
     return test_end("cuda_qkv");
 }
