@@ -784,7 +784,7 @@ static void test_random(test_draws draws)
                       "other %s after the last step", i == 0 ? "weights" : "moments");
         CHECK(one.result[0].finite && one.result[1].loss != one.result[0].loss);
         ++kinds[d.kept.kind];
-        if (test_failures != failures)
+        if (test_shown_since(failures))
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "

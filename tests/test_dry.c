@@ -109,7 +109,7 @@ static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
             break;
     dry->mem.events_n = i;
     CHECK_INT(upipe_mem_largest(&dry->mem, UPIPE_USE_QKV), bytes.intermediate_fwd);
-    if (test_failures > failed) say_plan(plan, qk_norm, line);
+    if (test_shown_since(failed)) say_plan(plan, qk_norm, line);
     return bytes;
 }
 

@@ -93,7 +93,7 @@ static void test_random(test_draws draws)
                 compared += compare(&d.t, &in, &r, seed % 4 == 0);
         }
         buffers_free(0);
-        if (test_failures != failures) say_replay(&d.t, seed);
+        if (test_shown_since(failures)) say_replay(&d.t, seed);
     }
     test_draws_end(&draws);
     printf(

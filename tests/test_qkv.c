@@ -313,7 +313,7 @@ static void one_draw(long seed)
         }
     }
     buffers_free(0);
-    if (test_failures != failures) say_replay(&d.t, seed);
+    if (test_shown_since(failures)) say_replay(&d.t, seed);
 }
 
 /* ---- refusals, pack and unpack ---- */

@@ -20,7 +20,11 @@ PROGRAM = r'''
 #include "memory.h"
 #include "page.h"
 static void test_good(void) { for (int i = 0; i < 3; ++i) CHECK(zeroed(8) != NULL); }
-static void check_bad(int many) { for (int i = 0; i < many; ++i) CHECK_SAY(0, "row %d", i); }
+static void check_bad(int many)
+{
+    test_at("case %d", many);
+    for (int i = 0; i < many; ++i) CHECK_SAY(0, "row %d", i);
+}
 static void fine(void) { CHECK(buffers_n == 0); }
 static void print(FILE *f) { fputs("one\ntwo\nthree\n", f); }
 int main(int argc, char **argv)
@@ -82,7 +86,8 @@ def test_program(folder):
                         '-I', os.path.join(TOP, 'tests', 'lib'), 'tiny.c', '-o', program, '-lm'])
     needed(done.returncode == 0, done.stderr)
     by_name([program])
-    check('failed: bad, 12 checks\n' in run_command([program]).stderr, 'the test that failed has no name')
+    said = run_command([program]).stderr
+    check('row 5; case 6\n' in said and 'failed: bad, 12 checks\n' in said, said)
     equal(run_command([program, 'last', 'good']).stdout, 'chosen: last,good\ntiny: 4 checks, 0 failed\n', 'names as arguments')
     check(re.search(r' t test_failed', run_command(['nm', program]).stdout), 'no function where every failure comes')
     write('page.md', 'one\nzwei\nthree\n')

@@ -11,6 +11,7 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
 {
     char seen[TOKENS_MAX] = {0};
     int64_t held_n = 0, most = 0, least = tokens;
+    test_at("%lld tokens, %s, %d x %d ranks", (long long)tokens, upipe_layout_name(layout), ranks, ring);
     for (int r = 0; r < ring; ++r) {
         upipe_shard held = upipe_shard_ring(layout, tokens, ring, r);
         int64_t row = 0;
@@ -33,8 +34,8 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
                       "rank %d of %d has %lld of %lld rows", c, ranks, (long long)mine.n, (long long)held.n);
             for (int64_t i = 0; i < mine.n; ++i, ++row) {
                 int64_t pos = upipe_shard_pos(&mine, i);
-                if (!CHECK_SAY(pos >= 0 && pos < tokens, "position %lld of %lld", (long long)pos,
-                               (long long)tokens))
+                if (!CHECK_SAY(pos >= 0 && pos < tokens, "row %lld of rank %d of %d is position %lld of %lld",
+                               (long long)i, c, r, (long long)pos, (long long)tokens))
                     return;
                 /* the team's parts are in order of the ring rank's rows, and a rank's rows ascend */
                 CHECK_INT(pos, upipe_shard_pos(&held, row));

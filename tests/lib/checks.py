@@ -112,7 +112,7 @@ def draws(part):
     while done < least or time.monotonic() - began < budget:
         failed = COUNTS['failed']
         yield seed + done
-        if COUNTS['failed'] > failed:
+        if COUNTS['failed'] > failed and failed < MOST_SHOWN:
             print(f'replay: UPIPE_SEED={seed + done} UPIPE_DRAWS=1', file=sys.stderr)
         done += 1
     print(f'reached: {done} draws from seed {seed} in {time.monotonic() - began:.0f} s')

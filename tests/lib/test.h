@@ -39,6 +39,8 @@ static struct {
     long failed;
 } test_list[TEST_MAX_TESTS + 1] = {{"main", 4, 0}};
 static int test_listed = 1, test_now;
+static char test_place[200];
+static __thread int test_rank = -1;
 
 /* Where every instruction is watched or emulated, a long test runs less of the same. */
 #ifdef BRIEF_TESTS
@@ -52,7 +54,25 @@ __attribute__((unused, noinline)) static void test_failed(const char *file, int 
 {
     __atomic_fetch_add(&test_list[test_now].failed, 1, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&test_failures, 1, __ATOMIC_RELAXED) <= TEST_MAX_SHOWN)
-        fprintf(stderr, "%s:%d: %s\n", file, line, text);
+        fprintf(stderr, test_rank < 0 ? "%s:%d: %s%s%s\n" : "%s:%d: %s%s%s, rank %d\n", file, line, text,
+                test_place[0] ? "; " : "", test_place, test_rank);
+}
+
+/* Where the checks are that follow, up to the next place or test: indices that their sentences do not have. The main thread
+ * says so; a rank's thread says test_rank. */
+__attribute__((unused, format(printf, 1, 2))) static void test_at(const char *format, ...)
+{
+    va_list args;
+    test_rank = -1;
+    va_start(args, format);
+    vsnprintf(test_place, sizeof test_place, format, args);
+    va_end(args);
+}
+
+/* Has one failed since there were so many failures, and was it shown? */
+__attribute__((unused)) static int test_shown_since(long failed)
+{
+    return test_failures > failed && failed < TEST_MAX_SHOWN;
 }
 
 __attribute__((unused, format(printf, 4, 5))) static int test_check(int ok, const char *file, int line,
@@ -126,6 +146,8 @@ __attribute__((unused)) static int test_wanted(const char *call)
 {
     const char *asked = test_asked(), *word, *name;
     int length, n;
+    test_place[0] = 0;
+    test_rank = -1;
     name = test_name(&call, &length);
     for (test_now = 1; test_now < test_listed; ++test_now)
         if (test_same_name(test_list[test_now].name, test_list[test_now].length, name, length)) break;
