@@ -87,7 +87,7 @@ def test_program(folder):
     needed(done.returncode == 0, done.stderr)
     by_name([program])
     said = run_command([program]).stderr
-    check('row 5; case 6\n' in said and 'failed: bad, 12 checks\n' in said, said)
+    check('row 5; case 6\n' in said and 'failed: bad, 12 times\n' in said, said)
     equal(run_command([program, 'last', 'good']).stdout, 'chosen: last,good\ntiny: 4 checks, 0 failed\n', 'names as arguments')
     check(re.search(r' t test_failed', run_command(['nm', program]).stdout), 'no function where every failure comes')
     write('page.md', 'one\nzwei\nthree\n')

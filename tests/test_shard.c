@@ -11,10 +11,11 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
 {
     char seen[TOKENS_MAX] = {0};
     int64_t held_n = 0, most = 0, least = tokens;
-    test_at("%lld tokens, %s, %d x %d ranks", (long long)tokens, upipe_layout_name(layout), ranks, ring);
     for (int r = 0; r < ring; ++r) {
         upipe_shard held = upipe_shard_ring(layout, tokens, ring, r);
         int64_t row = 0;
+        test_at("%lld tokens, %s, %d x %d ranks, ring rank %d", (long long)tokens, upipe_layout_name(layout),
+                ranks, ring, r);
         CHECK_INT(held.step, layout == UPIPE_STRIPED ? ring : 1);
         held_n += held.n;
         if (held.n > most) most = held.n;
@@ -22,6 +23,7 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
         for (int c = 0; c < ranks; ++c) {
             upipe_shard mine = upipe_shard_team(&held, ranks, c);
             int64_t sum = 0;
+            test_rank = c;
             CHECK_INT(mine.step, held.step);
             CHECK(mine.pieces >= 0 && mine.pieces <= UPIPE_PIECES_MAX);
             for (int k = 0; k < mine.pieces; ++k) {
@@ -45,6 +47,7 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
                 seen[pos] = 1;
             }
         }
+        test_rank = -1;
         CHECK_INT(row, held.n);
     }
     CHECK_INT(held_n, tokens);

@@ -128,7 +128,7 @@ def other_python(*places):
             os.execv(place, [place, *sys.argv])
 
 
-def run_test(test, *arguments):
+def run_test(test, *arguments, **named):
     """Calls it, if it is asked for. What it starts has tests of other names."""
     name = name_of(test.__name__)
     TESTS[name] = True
@@ -136,7 +136,7 @@ def run_test(test, *arguments):
         return
     os.environ.pop('UPIPE_TEST', None)
     try:
-        test(*arguments)
+        test(*arguments, **named)
     except Ended:
         pass
 

@@ -39,7 +39,7 @@ static struct {
     long failed;
 } test_list[TEST_MAX_TESTS + 1] = {{"main", 4, 0}};
 static int test_listed = 1, test_now;
-static char test_place[200];
+static char test_spot[200];
 static __thread int test_rank = -1;
 
 /* Where every instruction is watched or emulated, a long test runs less of the same. */
@@ -55,7 +55,7 @@ __attribute__((unused, noinline)) static void test_failed(const char *file, int 
     __atomic_fetch_add(&test_list[test_now].failed, 1, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&test_failures, 1, __ATOMIC_RELAXED) <= TEST_MAX_SHOWN)
         fprintf(stderr, test_rank < 0 ? "%s:%d: %s%s%s\n" : "%s:%d: %s%s%s, rank %d\n", file, line, text,
-                test_place[0] ? "; " : "", test_place, test_rank);
+                test_spot[0] ? "; " : "", test_spot, test_rank);
 }
 
 /* Where the checks are that follow, up to the next place or test: indices that their sentences do not have. The main thread
@@ -65,7 +65,7 @@ __attribute__((unused, format(printf, 1, 2))) static void test_at(const char *fo
     va_list args;
     test_rank = -1;
     va_start(args, format);
-    vsnprintf(test_place, sizeof test_place, format, args);
+    vsnprintf(test_spot, sizeof test_spot, format, args);
     va_end(args);
 }
 
@@ -146,7 +146,7 @@ __attribute__((unused)) static int test_wanted(const char *call)
 {
     const char *asked = test_asked(), *word, *name;
     int length, n;
-    test_place[0] = 0;
+    test_spot[0] = 0;
     test_rank = -1;
     name = test_name(&call, &length);
     for (test_now = 1; test_now < test_listed; ++test_now)
@@ -202,7 +202,7 @@ __attribute__((unused)) static int test_end(const char *name)
         fprintf(stderr, "%ld more failures are not shown\n", test_failures - TEST_MAX_SHOWN);
     for (int i = 0; i < test_listed; ++i)
         if (test_list[i].failed > 0)
-            fprintf(stderr, "failed: %.*s, %ld checks\n", test_list[i].length, test_list[i].name,
+            fprintf(stderr, "failed: %.*s, %ld times\n", test_list[i].length, test_list[i].name,
                     test_list[i].failed);
     if (test_unknown()) return 2;
     if (test_asked() != NULL) printf("chosen: %s\n", test_asked());
