@@ -434,7 +434,8 @@ class Session:
     # ---- verdicts ----
 
     def ended(self, job):
-        self.runner.times[job.name] = [round(job.seconds, 1), round(job.cpu, 1)]
+        if job.test is None or job.again == job.name:  # all of it has run
+            self.runner.times[job.name] = [round(job.seconds, 1), round(job.cpu, 1)]
         self.cpu += job.cpu
         self.left |= {line for line in job.said.split('\n') if line.startswith('left out:')}
         with open(os.path.join(LOGS, re.sub('[ /]', '-', job.name) + '.log'), 'w', encoding='utf-8') as file:

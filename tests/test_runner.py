@@ -136,12 +136,13 @@ def test_screen(folder):
     """The logs have what jobs print; the screen has it of those that failed."""
     run.LOGS, session = folder, session_of()
     jobs = [run.Job('gcc/well', lambda: (0, 'reached: 5 draws\n', 1.0)), run.Job('build gcc', lambda: (1, 'a.c:1:2: error: no\n', 1.0))]
-    jobs[0].test, jobs[1].again = {}, 'gcc'
+    jobs[0].test, jobs[0].again, jobs[1].again = {}, 'gcc/well:one', 'gcc'
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
         session.runner.go(jobs, session.ended)
     check('reached' not in screen.getvalue() and 'error: no\nFAILED: build gcc' in screen.getvalue(), screen.getvalue())
     equal((read('gcc-well.log'), read('build-gcc.log')), (b'reached: 5 draws\n', b'a.c:1:2: error: no\n'), 'the logs')
+    check('gcc/well' not in session.runner.times and 'build gcc' in session.runner.times, 'the seconds of a part of a test')
     equal((session.passed, session.failures), (1, [('gcc', 'a.c:1:2: error: no')]), 'what is counted')
 
 
