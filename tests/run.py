@@ -4,8 +4,8 @@
 parts() says what is built, and which tests run there. Every setup, build and test is a job, which takes a core, or
 several: a build all of them, what runs processes as many as these. One core more is shared out than there is, as some jobs
 wait for deadlines; the longest first; a test waits for nothing but its own build. Seconds of the last run are kept in
-build/times.json, what each job prints in build/logs. The screen has a line of progress, what failing jobs print, and the
-end, with a line for each failure.
+build/times.json, what each job prints in build/logs. The screen has a line of progress, what failing jobs print, and
+the end, with a line for each failure.
 """
 
 import argparse
@@ -182,7 +182,7 @@ def sentence_of(said, status):
 
 
 def failure_lines(failures, option):
-    """For each (name, sentence) the command that runs it again; those for whom there is no line are in the last one's."""
+    """For each (name, sentence) the command that runs it again; names for which there is no line share the last."""
     command = ' '.join(['sh tests/run.sh', *option, '--only'])
     shown = failures if len(failures) <= MOST_LINES else failures[:MOST_LINES - 1]
     lines = [f'{command} {name}  # {sentence[:200]}' for name, sentence in shown]
@@ -385,7 +385,7 @@ class Session:
         return [test for test in part.tests(known, self.mode) if not asked or asked & self.names(part, test)]
 
     def absent(self, every, known):
-        """Of the names that are asked for, those that this run does not have; with the option of a run that has them."""
+        """Of the names that are asked for, those that this run does not have, and the option of one that has them."""
         for name, functions in self.only:
             modes = [mode for mode in MODES if any(name in self.names(part, test) for part in every
                                                    for test in part.tests(known, mode))]
@@ -492,7 +492,8 @@ class Session:
                 return 1
             known = self.described(first, 'tests')
             there = {name for test in known for name in (test['name'], *suites(test))}
-            known += [{'name': name, 'suite': [name]} for name in {name for part in every for name in part.full} - there]
+            lacking = {name for part in every for name in part.full} - there
+            known += [{'name': name, 'suite': [name]} for name in sorted(lacking)]
             absent = list(self.absent(every, known))
             for name, option in absent:
                 print(f'no test of the {self.mode} run is named {name}'
@@ -532,7 +533,8 @@ class Session:
             self.runner.say(line)
         if self.skipped:
             self.runner.say(f'{self.skipped} skipped')
-        self.runner.say(f'{self.cpu:.0f} s of processors, all in {time.time() - self.runner.began:.0f} s; logs in build/logs')
+        took = time.time() - self.runner.began
+        self.runner.say(f'{self.cpu:.0f} s of processors, all in {took:.0f} s; logs in build/logs')
         option = [] if self.mode == 'ordinary' else [f'--{self.mode}']
         for line in failure_lines(self.failures, option):
             self.runner.say(line)

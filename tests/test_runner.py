@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_runner.py TOP -- tests by name, what a failing program and script say, and the end of a run (test.h, checks.py, run.py)"""
+"""test_runner.py TOP -- tests by name, what failing tests say, the end of a run (lib/test.h, lib/checks.py, run.py)"""
 
 import argparse
 import contextlib
@@ -76,7 +76,8 @@ def by_name(command):
     equal(said('check_bad')[0], 1, 'the status of a chosen test that fails')
     for names in 'other', 'good,other', 'goo':
         status, _, err = said(names)
-        check(status == 2 and f'no test is named {names.split(",")[-1]}\n' in err and 'the tests are: good bad last' in err, f'{names}: {err}')
+        check(status == 2 and f'no test is named {names.split(",")[-1]}\n' in err and 'tests are: good bad last' in err,
+              f'{names}: {err}')
 
 
 def test_program(folder):
@@ -88,7 +89,8 @@ def test_program(folder):
     by_name([program])
     said = run_command([program]).stderr
     check('row 5; case 6\n' in said and 'failed: bad, 12 times\n' in said, said)
-    equal(run_command([program, 'last', 'good']).stdout, 'chosen: last,good\ntiny: 4 checks, 0 failed\n', 'names as arguments')
+    equal(run_command([program, 'last', 'good']).stdout, 'chosen: last,good\ntiny: 4 checks, 0 failed\n',
+          'names as arguments')
     check(re.search(r' t test_failed', run_command(['nm', program]).stdout), 'no function where every failure comes')
     write('page.md', 'one\nzwei\nthree\n')
     done = run_command([program, 'last'], variables={'PAGE': 'page.md'})
@@ -108,12 +110,14 @@ def test_end(_):
         check(all(line.startswith('sh tests/run.sh --full --only gcc/t') for line in lines), lines)
         named = re.findall(r'gcc/t(\d+)', '\n'.join(lines))
         equal(named, [str(i) for i in range(many)], 'those that are named')
-    equal(run.failure_lines([('gcc/mem', 'm.c:3: no')], []), ['sh tests/run.sh --only gcc/mem  # m.c:3: no'], 'the line of one failure')
-    for said, sentence in (('reached: 3\n../../tests/a.c:12: x is 1, not 2\nb.c:1: more\n', 'tests/a.c:12: x is 1, not 2'),
+    equal(run.failure_lines([('gcc/mem', 'm.c:3: no')], []), ['sh tests/run.sh --only gcc/mem  # m.c:3: no'],
+          'the line of one failure')
+    for said, sentence in (('reached: 3\n../../tests/a.c:1: x is 1, not 2\nb.c:1: more\n', 'tests/a.c:1: x is 1, not 2'),
                            ('[1/2] cc\na.c:3:9: warning: odd\na.c:4:9: error: no x\n', 'a.c:4:9: error: no x'),
-                           ('Traceback (most recent call last):\n  File "a.py", line 3\nValueError: bad\n', 'ValueError: bad'),
+                           ('Traceback (most recent call last):\n  File "a.py"\nValueError: bad\n', 'ValueError: bad'),
                            ('fine\n==3==ERROR: AddressSanitizer: heap\n', '==3==ERROR: AddressSanitizer: heap'),
-                           ('some\nwords\nkilled after 60 s: it hangs\n', 'killed after 60 s: it hangs'), ('\n', 'status 9')):
+                           ('some\nwords\nkilled after 60 s: it hangs\n', 'killed after 60 s: it hangs'),
+                           ('\n', 'status 9')):
         equal(run.sentence_of(said, 9), sentence, 'the first sentence')
 
 
@@ -125,24 +129,28 @@ def test_names(_):
     known = [{'name': 'layer', 'suite': ['upipe:unit']}, {'name': 'mem', 'suite': ['upipe:unit']}]
     parts = [run.Part('gcc', [], full='unit', ordinary='unit'), run.Part('asan', [], full='unit', ordinary='mem')]
     equal(list(session_of('gcc/layer', 'asan', 'unit:bits').absent(parts, known)), [], 'names that are there')
-    equal(list(session_of('asan/layer', 'gcc/none:x', 'mem').absent(parts, known)), [('asan/layer', '--full '), ('gcc/none:x', '')],
-          'names that are not')
+    equal(list(session_of('asan/layer', 'gcc/none:x', 'mem').absent(parts, known)),
+          [('asan/layer', '--full '), ('gcc/none:x', '')], 'names that are not')
     session = session_of('gcc/layer:bits,sums', 'mem:marks', 'gcc/mem')
-    equal([session.functions(part, test) for part in parts for test in known], ['bits,sums', '', '', 'marks'], 'functions')
+    equal([session.functions(part, test) for part in parts for test in known], ['bits,sums', '', '', 'marks'],
+          'functions')
     equal([test['name'] for test in session.chosen(parts[1], known)], ['mem'], 'those that are chosen')
 
 
 def test_screen(folder):
     """The logs have what jobs print; the screen has it of those that failed."""
     run.LOGS, session = folder, session_of()
-    jobs = [run.Job('gcc/well', lambda: (0, 'reached: 5 draws\n', 1.0)), run.Job('build gcc', lambda: (1, 'a.c:1:2: error: no\n', 1.0))]
+    jobs = [run.Job('gcc/well', lambda: (0, 'reached: 5 draws\n', 1.0)),
+            run.Job('build gcc', lambda: (1, 'a.c:1:2: error: no\n', 1.0))]
     jobs[0].test, jobs[0].again, jobs[1].again = {}, 'gcc/well:one', 'gcc'
     screen = io.StringIO()
     with contextlib.redirect_stdout(screen):
         session.runner.go(jobs, session.ended)
-    check('reached' not in screen.getvalue() and 'error: no\nFAILED: build gcc' in screen.getvalue(), screen.getvalue())
-    equal((read('gcc-well.log'), read('build-gcc.log')), (b'reached: 5 draws\n', b'a.c:1:2: error: no\n'), 'the logs')
-    check('gcc/well' not in session.runner.times and 'build gcc' in session.runner.times, 'the seconds of a part of a test')
+    said = screen.getvalue()
+    check('reached' not in said and 'error: no\nFAILED: build gcc' in said, said)
+    equal([read('gcc-well.log'), read('build-gcc.log')], [b'reached: 5 draws\n', b'a.c:1:2: error: no\n'], 'the logs')
+    check('gcc/well' not in session.runner.times and 'build gcc' in session.runner.times,
+          'the seconds of a part of a test are kept')
     equal((session.passed, session.failures), (1, [('gcc', 'a.c:1:2: error: no')]), 'what is counted')
 
 

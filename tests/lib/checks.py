@@ -9,9 +9,9 @@
 
     sys.exit(run_tests('train', test_flags))
 
-UPIPE_TEST=flags runs test_flags alone; it takes several names with commas between them. The exit status is 2 if one is no
-test's. Each assertion counts, and one that fails says its line and goes on; where the rest of a test would have nothing to
-look at, `needed` ends it.
+UPIPE_TEST=flags runs test_flags alone; it takes several names with commas between them. The exit status is 2 if one is
+no test's. Each assertion counts, and one that fails says its line and goes on; where the rest of a test would have
+nothing to look at, `needed` ends it.
 """
 
 import json
