@@ -2,10 +2,10 @@
 """check_api.py TOP [--print] -- docs/api.md lists every public function, with the first sentence of its comment
 
 The page is printed from the headers of upipe/: --print writes it to standard output. Without it, prints one line for each
-function without a comment and for each line of the page that is out of date, and exits non-zero if there is one.
+function without a comment and the first line of the page that is out of date, and exits non-zero if there is one.
 """
 
-import difflib
+import itertools
 import os
 import re
 import sys
@@ -76,9 +76,12 @@ def main(top, *option):
     if option:
         sys.stdout.write(text)
         return 0
-    for line in difflib.unified_diff(read_text(os.path.join(top, PAGE)).split('\n'), text.split('\n'), lineterm='', n=0):
-        if line[0] in '-+' and line[:3] not in ('---', '+++'):
-            report(PAGE, line)
+    lines = itertools.zip_longest(read_text(os.path.join(top, PAGE)).split('\n'), text.split('\n'))
+    for number, (is_there, wanted) in enumerate(lines, 1):
+        if is_there != wanted:
+            report(PAGE, number, f'not what "python3 tests/check_api.py . --print > {PAGE}" prints: '
+                                 f'it is {is_there!r}, not {wanted!r}')
+            break
     print(f'api: {text.count("| `")} functions, {report.count} breaches')
     return report.count > 0
 

@@ -4,13 +4,15 @@
 parts() says what is built, and which tests run there. Every setup, build and test is a job, which takes a core, or
 several: a build all of them, what runs processes as many as these. One core more is shared out than there is, as some jobs
 wait for deadlines; the longest first; a test waits for nothing but its own build. Seconds of the last run are kept in
-build/times.json.
+build/times.json, what each job prints in build/logs. The screen has a line of progress, what failing jobs print, and
+the end, with a line for each failure.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -22,12 +24,14 @@ import time
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(TOP, 'build')
 TIMES = os.path.join(BUILD, 'times.json')
+LOGS = os.path.join(BUILD, 'logs')
 CORES = os.cpu_count() or 1
 SHARES = CORES + 1
 PROCESSES = 8  # of a test of the suites below, at most
 WIDE = {'net', 'links', 'mutants'}
 SKIPPED = 77
 QUIET = 9  # seconds without a line, at most
+MOST_LINES = 30  # of failures at the end
 
 # Warnings are the plain builds' business: instrumented code draws false ones. Optimizing it takes longer than it saves, but
 # for the kernels (meson.build).
@@ -167,6 +171,25 @@ def suites(test):
     return [suite.split(':')[-1] for suite in test['suite']]
 
 
+def sentence_of(said, status):
+    """What a failure says first: with a place in a file, or of an error, or whatever it says."""
+    lines = [line.strip() for line in said.split('\n') if line.strip()]
+    for pattern in r'\S+:\d+(:\d+)?: (?!warning|note)', r'.*(ERROR|[Ee]rror\b|WARNING: \w+Sanitizer)|killed after':
+        found = [line for line in lines if re.match(pattern, line)]
+        if found:
+            return found[0].removeprefix('../../')
+    return lines[0] if lines else f'status {status}'
+
+
+def failure_lines(failures, option):
+    """For each (name, sentence) the command that runs it again; names for which there is no line share the last."""
+    command = ' '.join(['sh tests/run.sh', *option, '--only'])
+    shown = failures if len(failures) <= MOST_LINES else failures[:MOST_LINES - 1]
+    lines = [f'{command} {name}  # {sentence[:200]}' for name, sentence in shown]
+    rest = [name for name, _ in failures[len(shown):]]
+    return lines + [f'{command} {" ".join(dict.fromkeys(rest))}  # {len(rest)} more'] * bool(rest)
+
+
 class Job:
     """Something for some cores. `run` returns (status, what it printed, seconds of processors)."""
 
@@ -174,7 +197,7 @@ class Job:
         self.name, self.run, self.guess, self.after, self.alone = name, run, guess, list(after), alone
         self.cores = min(cores, max(CORES, 2))  # never two such at once on one core
         self.status, self.said, self.seconds, self.cpu, self.began = None, '', 0.0, 0.0, 0.0
-        self.test = self.group = None
+        self.test, self.again = None, ''
 
 
 class Runner:
@@ -183,6 +206,7 @@ class Runner:
         self.running, self.over, self.children = [], [], set()
         self.lock = threading.Condition()
         self.last = time.time()
+        self.terminal = sys.stdout.isatty()
         self.times = {}
         try:
             with open(TIMES, encoding='utf-8') as file:
@@ -190,9 +214,18 @@ class Runner:
         except (OSError, ValueError):
             pass
 
-    def say(self, *words):
-        print(*words, flush=True)
+    def say(self, words):
+        print('\r\033[K' * self.terminal + words, flush=True)
         self.last = time.time()
+
+    def progress(self, done, total):
+        """A terminal's last line says it all the time; elsewhere a line when nothing else was said."""
+        names = ', '.join(f'{job.name} {time.time() - job.began:.0f} s' for job in self.running)
+        words = f'[{time.time() - self.began:.0f} s] {done} of {total} done; running: {names}'
+        if self.terminal:
+            print('\r\033[K' + words[:shutil.get_terminal_size().columns - 1], end='', flush=True)
+        elif time.time() - self.last >= QUIET - 0.5:
+            self.say(words)
 
     def command(self, words, folder, env=None, limit=None):
         """Runs a command in a group of its own, which is killed when time is up."""
@@ -273,9 +306,7 @@ class Runner:
                 more = ended(job)
                 waiting += more
                 total += len(more)
-            if time.time() - self.last >= QUIET - 0.5:
-                names = ', '.join(f'{job.name} {time.time() - job.began:.0f} s' for job in self.running)
-                self.say(f'[{time.time() - self.began:.0f} s] {done} of {total} done; running: {names}')
+            self.progress(done, total)
 
     def kill(self):
         for pid in list(self.children):
@@ -288,10 +319,11 @@ class Runner:
 class Session:
     def __init__(self, options):
         self.mode = 'all' if options.all else 'full' if options.full else 'ordinary'
-        self.only = options.only
+        self.only = [name.partition(':')[::2] for name in options.only]  # (name, functions of these tests)
         self.runner = Runner(self.mode, float(os.environ.get('UPIPE_RUN_BEGAN', time.time())))
-        self.groups = {}  # (part, suite) -> tests not ended yet, and results
-        self.passed = self.failed = self.skipped = 0
+        self.groups = {}  # part -> suite -> jobs
+        self.passed = self.skipped = 0
+        self.failures = []  # (what runs it again, what it says)
         self.cpu = 0.0
         self.left = set()
         self.builds = {}
@@ -339,15 +371,26 @@ class Session:
 
     # ---- what runs ----
 
-    def hit(self, part, test):
-        if not self.only:
-            return True
-        words = {test['name'], part.name, f"{part.name}/{test['name']}", *suites(test)}
-        words |= {'test_' + test['name'], *(f'{part.name}/{suite}' for suite in suites(test))}
-        return bool(words & set(self.only))
+    def names(self, part, test):
+        return {test['name'], 'test_' + test['name'], part.name, f"{part.name}/{test['name']}", *suites(test),
+                *(f'{part.name}/{suite}' for suite in suites(test))}
+
+    def functions(self, part, test):
+        """Those that are asked for, '' for all."""
+        asked = [functions for name, functions in self.only if name in self.names(part, test)]
+        return '' if '' in asked else ','.join(asked)
 
     def chosen(self, part, known):
-        return [test for test in part.tests(known, self.mode) if self.hit(part, test)]
+        asked = {name for name, _ in self.only}
+        return [test for test in part.tests(known, self.mode) if not asked or asked & self.names(part, test)]
+
+    def absent(self, every, known):
+        """Of the names that are asked for, those that this run does not have, and the option of one that has them."""
+        for name, functions in self.only:
+            modes = [mode for mode in MODES if any(name in self.names(part, test) for part in every
+                                                   for test in part.tests(known, mode))]
+            if self.mode not in modes:
+                yield ':'.join(filter(None, (name, functions))), f'--{modes[0]} ' if modes else ''
 
     def environment(self, part):
         budget = dict(BUDGETS[self.mode])
@@ -360,8 +403,13 @@ class Session:
     def run_test(self, part, test):
         program = os.path.join(part.folder, test['cmd'][0])  # scripts run without the wrapper
         wrap = part.wrap() if program.startswith(part.folder + os.sep) else []
-        env = {**test['env'], **self.environment(part)}
-        return self.runner.command([*wrap, *test['cmd']], test['workdir'] or part.folder, env, test['timeout'] * part.slow)
+        functions = self.functions(part, test)
+        env = {**test['env'], **self.environment(part), **({'UPIPE_TEST': functions} if functions else {})}
+        status, said, cpu = self.runner.command([*wrap, *test['cmd']], test['workdir'] or part.folder, env,
+                                                test['timeout'] * part.slow)
+        if functions and status == 0 and 'chosen: ' not in said:
+            return 2, f'{self.key(part, test)} has no functions with names\n{said}', cpu
+        return status, said, cpu
 
     def key(self, part, test):
         return f"{part.name}/{test['name']}"
@@ -374,8 +422,8 @@ class Session:
             job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess,
                       [build] if test['depends'] else [], alone=not test['is_parallel'],
                       cores=PROCESSES if WIDE & set(suites(test)) else 1)
-            job.test, job.group = test, (part.name, self.suite_of(part, test))
-            self.groups.setdefault(job.group, []).append(job)
+            job.test, job.again = test, ':'.join(filter(None, (job.name, self.functions(part, test))))
+            self.groups.setdefault(part.name, {}).setdefault(self.suite_of(part, test), []).append(job)
             made.append(job)
         return made
 
@@ -386,40 +434,30 @@ class Session:
     # ---- verdicts ----
 
     def ended(self, job):
-        self.runner.times[job.name] = [round(job.seconds, 1), round(job.cpu, 1)]
+        if job.test is None or job.again == job.name:  # all of it has run
+            self.runner.times[job.name] = [round(job.seconds, 1), round(job.cpu, 1)]
         self.cpu += job.cpu
-        if job.test is None:
-            if job.status != 0:
-                self.failed += 1
-                self.runner.say(f'{job.said}FAILED: {job.name}')
-            elif job.name.startswith('build '):
-                self.runner.say(f'{job.name}: {job.seconds:.0f} s, of processors {job.cpu:.0f} s')
-            return self.follow(job)
         self.left |= {line for line in job.said.split('\n') if line.startswith('left out:')}
-        with open(os.path.join(BUILD, 'logs', job.name.replace('/', '-') + '.log'), 'w', encoding='utf-8') as file:
+        with open(os.path.join(LOGS, re.sub('[ /]', '-', job.name) + '.log'), 'w', encoding='utf-8') as file:
             file.write(job.said)
-        if job.status == 0:
-            self.passed += 1
-        elif job.status == SKIPPED:
-            self.skipped += 1
-        else:
-            self.failed += 1
+        if job.status not in (0, SKIPPED):
+            self.failures.append((job.again, sentence_of(job.said, job.status)))
             self.runner.say(f'{job.said}FAILED: {job.name}, status {job.status}, after {job.seconds:.0f} s')
-        group = self.groups[job.group]
-        if all(other.status is not None for other in group):
-            self.say_suite(job.group, group)
-        return []
+        elif job.test is not None:
+            self.passed += job.status == 0
+            self.skipped += job.status == SKIPPED
+        return self.follow(job)
 
-    def say_suite(self, name, group):
-        count = [sum(job.status == 0 for job in group), sum(job.status not in (0, SKIPPED) for job in group),
-                 sum(job.status == SKIPPED for job in group)]
-        skipped = f', {count[2]} skipped' if count[2] else ''
-        self.runner.say(f'{name[0]}, {name[1]}: {count[0]} passed, {count[1]} failed{skipped}, '
-                        f'{sum(job.seconds for job in group):.0f} s, of processors {sum(job.cpu for job in group):.0f} s')
-        for job in group:
-            for line in job.said.split('\n'):
-                if line.startswith('reached:'):
-                    print(f'    {job.test["name"]} {line}', flush=True)
+    def say_part(self, name):
+        """What a build's suites have come to, with seconds of processors."""
+        words = []
+        for suite, jobs in self.groups[name].items():
+            tests = [job.status for job in jobs if job.test is not None and job.status is not None]
+            count = {'passed': tests.count(0), 'skipped': tests.count(SKIPPED)}
+            count['failed'] = len(tests) - sum(count.values())
+            said = [f'{number} {what}' for what, number in count.items() if number]
+            words.append(f'{suite} {", ".join([*said, f"{sum(job.cpu for job in jobs):.0f} s"])}')
+        self.runner.say(f'{name}: {"; ".join(words)}')
 
     def follow(self, job):
         """After a build's setup it is known what is to be built, and what runs."""
@@ -431,29 +469,38 @@ class Session:
         programs = [program for part in here for program in part.builds]
         build = Job(job.name.replace('setup', 'build'), lambda: self.compile(here[0], every, programs), guess=1e4,
                     cores=CORES)
+        build.again = job.again
+        self.groups.setdefault(here[0].name, {})['build'] = [build]
         return [build] + [made for part in here for made in self.test_jobs(part, tests[part.name], build)]
 
     def setup_job(self, part):
         name = f'setup {os.path.basename(part.folder)}'
         self.builds.setdefault(name, []).append(part)
-        return Job(name, lambda: self.setup(part), guess=1e5)
+        job = Job(name, lambda: self.setup(part), guess=1e5)
+        job.again = ' '.join(':'.join(filter(None, one)) for one in self.only) or os.path.basename(part.folder)
+        return job
 
     def main(self, listing):
-        os.makedirs(os.path.join(BUILD, 'logs'), exist_ok=True)
+        os.makedirs(LOGS, exist_ok=True)
         every = parts()
         first = Part('gcc', every[0].options, full='')
         if self.only or listing:
-            # Every build has the same tests, but for those of devices: the first one says where names belong.
+            # Every build has the same tests, but for a few suites: the first one says where names belong.
             status, said, _ = self.setup(first)
             if status != 0:
                 print(said)
                 return 1
             known = self.described(first, 'tests')
-            known += [{'name': 'device', 'suite': ['device'], 'is_parallel': True, 'depends': [], 'timeout': 0}]
-            every = [part for part in every if self.chosen(part, known)]
-            if not every:
-                print(f'no test of the {self.mode} run is named {" or ".join(self.only)}', file=sys.stderr)
+            there = {name for test in known for name in (test['name'], *suites(test))}
+            lacking = {name for part in every for name in part.full} - there
+            known += [{'name': name, 'suite': [name]} for name in sorted(lacking)]
+            absent = list(self.absent(every, known))
+            for name, option in absent:
+                print(f'no test of the {self.mode} run is named {name}'
+                      + (f': sh tests/run.sh {option}--only {name}' if option else ''), file=sys.stderr)
+            if absent:
                 return 2
+            every = [part for part in every if self.chosen(part, known)]
             if listing:
                 for part in every:
                     for test in self.chosen(part, known):
@@ -475,20 +522,24 @@ class Session:
         try:
             self.runner.go(list(jobs.values()), self.ended)
         except KeyboardInterrupt:
-            self.failed += 1
-            self.runner.say('interrupted')
+            self.failures.append((' '.join(job.again for job in self.runner.running), 'interrupted'))
         finally:
             self.runner.kill()
             with open(TIMES, 'w', encoding='utf-8') as file:
                 json.dump(self.runner.times, file, indent=0, sort_keys=True)
+        for name in self.groups:
+            self.say_part(name)
         for line in sorted(self.left):
-            print(line)
+            self.runner.say(line)
         if self.skipped:
-            print(f'{self.skipped} skipped')
-        print(f'{self.cpu:.0f} s of processors')
-        print(f'all in {time.time() - self.runner.began:.0f} s')
-        print(f'{self.passed} passed, {self.failed} failed')
-        return 0 if self.passed and not self.failed else 1
+            self.runner.say(f'{self.skipped} skipped')
+        took = time.time() - self.runner.began
+        self.runner.say(f'{self.cpu:.0f} s of processors, all in {took:.0f} s; logs in build/logs')
+        option = [] if self.mode == 'ordinary' else [f'--{self.mode}']
+        for line in failure_lines(self.failures, option):
+            self.runner.say(line)
+        self.runner.say(f'{self.passed} passed, {len(self.failures)} failed')
+        return 0 if self.passed and not self.failures else 1
 
 
 def main():

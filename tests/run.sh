@@ -20,7 +20,8 @@ it, the run ends with status 1.
   --full          all suites: other compilers and instructions, valgrind, the sanitizers on everything, planted bugs,
                   real weights, more random draws; some 50 minutes
   --all           the same with every planted bug and ten times the draws; hours
-  --only NAME...  these alone: suites (unit), tests (ring), builds (asan), tests of a build (asan/ring)
+  --only NAME...  these alone: suites (unit), tests (ring), builds (asan), tests of a build (asan/ring), functions of a
+                  test (gcc/train:lora,adapter)
   --list          the tests that these options choose, with the seconds that each took last, and no run
   --no-install    the same as a no: says what is missing and the line that installs it, and installs nothing
   --help          this text

@@ -80,6 +80,7 @@ static upipe_status all_to_all_body(void *user, int rank)
     int r;
     upipe_status s = UPIPE_OK;
     upipe_ctx c = {0};
+    test_rank = rank;
     desc.rank = rank;
     UPIPE_TRY(upipe_plan_init(p, &desc, &c.err));
     c.ops = &w->ops;
@@ -144,8 +145,9 @@ static int on_threads(world *w, int ranks, upipe_status (*body)(void *user, int 
 static void transfer(const upipe_plan_desc *desc)
 {
     world w = {.desc = *desc, .ops.copy = plain_copy, .ops.sync = plain_sync};
-    CHECK_SAY(on_threads(&w, desc->ranks, all_to_all_body), "%d/%d heads, %d ranks, chunk %d", desc->heads,
-              desc->kv_heads, desc->ranks, desc->chunk);
+    test_at("%d/%d heads, %d ranks, chunk %d, %lld tokens", desc->heads, desc->kv_heads, desc->ranks,
+            desc->chunk, (long long)desc->tokens);
+    CHECK(on_threads(&w, desc->ranks, all_to_all_body));
     buffers_free(0);
 }
 
@@ -209,6 +211,7 @@ static upipe_status sum_body(void *user, int rank)
     upipe_mem mem;
     upipe_status s;
     upipe_ctx c = {.team = upipe_threads_comm(&w->team, rank)};
+    test_rank = rank;
     context_pool(&c, &mem, &w->ops, UPIPE_REDUCE_STRIP * 8 * 4 + 4096, 4);
     /* The own slice becomes the sum, nothing else moves; then all slices meet. */
     if (w->sum_n <= 1000) {
@@ -241,6 +244,7 @@ static void test_sum(void)
             int differs = 0;
             world w = {
                 .ops = {.copy = plain_copy, .sync = plain_sync, .sum = sum_rows}, .sum_n = n, .want = want};
+            test_at("%lld numbers, %d ranks", (long long)n, ranks);
             rng.state = (uint64_t)(ranks * 100 + (int)k);
             for (int r = 0; r < ranks; ++r) {
                 w.sums[r] = floats(n);
@@ -328,12 +332,13 @@ static void test_slots(void)
     CHECK_STATUS(upipe_slot_drain(&s, 0, &p, &e), UPIPE_OK, e);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_all_to_all();
-    test_foreign_plan();
-    test_sum();
-    test_busy();
-    test_slots();
+    test_begin(argc, argv);
+    TEST(test_all_to_all());
+    TEST(test_foreign_plan());
+    TEST(test_sum());
+    TEST(test_busy());
+    TEST(test_slots());
     return test_end("a2a");
 }

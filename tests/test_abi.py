@@ -23,7 +23,7 @@ import time
 
 sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
 from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
-from checks import check, draws, end, needed  # pylint: disable=wrong-import-position
+from checks import check, draws, end, needed, run_test  # pylint: disable=wrong-import-position
 
 TOKENS, HEADS, KV, DIM = 13, 4, 2, 32
 SIZES = {'tokens': TOKENS, 'heads': HEADS, 'kv_heads': KV, 'head_dim': DIM, 'causal': 1, 'layers': 2}
@@ -647,15 +647,8 @@ def in_mpi(abi, library, layer):
     return end('abi')
 
 
-def main():
-    library = os.path.abspath(sys.argv[1])
-    sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
-    import upipe_abi as abi  # pylint: disable=import-outside-toplevel
-    draw = random.Random(1)
-    sizes = [TOKENS * HEADS * DIM, TOKENS * KV * DIM, TOKENS * KV * DIM, TOKENS * HEADS * DIM]
-    layers = [[list(floats([draw.gauss(0, 1) for _ in range(n)])) for n in sizes] for _ in range(2)]
-    if len(sys.argv) > 3:
-        return in_mpi(abi, library, layers[0])
+def same_bits(abi, library, layers):
+    """Ranks and chunks: within the truth, and O and dQ with the bits of one rank."""
     names = ['o', 'dq', 'dk', 'dv']
     want = [oracle(*layer) for layer in layers]
     one = None
@@ -669,7 +662,8 @@ def main():
                 check(name not in ('o', 'dq') or x == bits,
                       f'C {ranks} U {chunk}, layer {n}: {name} has other bits than on one rank')
 
-    mistaken(abi, library)
+
+def out_of_range(abi, library, layer):
     # more than there are addresses: a plan does not go through sequences one by one
     refused(abi, lambda: abi.Attention(library, tokens=64, batch=2**31 - 1, heads=16, head_dim=32), 'bytes for rank 0')
     small = {'tokens': 8, 'heads': 4, 'kv_heads': 2, 'head_dim': 32}
@@ -682,7 +676,7 @@ def main():
         abi.Attention(library, **small, **more, layers=most).close()
         refused(abi, lambda more=more: abi.Attention(library, **small, **more, layers=most + 1), f'at most {most}')
     u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM)
-    q = floats(layers[0][0])
+    q = floats(layer[0])
     refused(abi, lambda: u.qkv_bwd(0, q, q, q, q, q, q, q, q), 'consumed before')
     refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=1), 'forward 1 of 1')
     refused(abi, lambda: u.qkv_fwd(0, q, q, q, q, layer=2**32), 'layer 4294967296 of 1')
@@ -692,18 +686,10 @@ def main():
     refused(abi, lambda: u.qkv_fwd(1, q, q, q, q), 'rank 1 of 1')
     u.close()
     refused(abi, lambda: u.bytes(0), 'the handle is closed')
-    misused(abi, library)
-    asked(abi, library)
-    packed_wrongly(abi, library)
-    drawn(abi, library)
-    masked(abi, library, layers[0])
-    kept_elsewhere(abi, library, layers[0])
-    same_in_processes(abi, library, layers)
-    rings(abi, library, layers[0])
-    sbh3d(abi, library, layers[0])
-    misplaced(abi, library)
-    closed_early(abi, library)
 
+
+def left(abi, library):
+    """A rank that has left, and one whose call was refused: the other does not wait for the deadline of 60 s."""
     def one_leaves(rank):
         if rank == 1:
             raise abi.Error('rank 1 has other plans')
@@ -713,7 +699,7 @@ def main():
     u = abi.Attention(library, tokens=TOKENS, ranks=2, heads=HEADS, head_dim=DIM)
     began = time.monotonic()
     refused(abi, lambda: u.run(one_leaves), 'other plans')
-    check(time.monotonic() - began < 30, 'a rank waits for one that has left')  # the deadline is 60 s
+    check(time.monotonic() - began < 30, 'a rank waits for one that has left')
     u.close()
 
     said = [None, None]
@@ -731,6 +717,21 @@ def main():
     check(time.monotonic() - began < 30, 'a rank waits for one whose call was refused')
     check(all('forward 5 of 1' in str(words) for words in said), f'a layer that is not there: {said}')
     u.close()
+
+
+def main():
+    library = os.path.abspath(sys.argv[1])
+    sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
+    import upipe_abi as abi  # pylint: disable=import-outside-toplevel
+    draw = random.Random(1)
+    sizes = [TOKENS * HEADS * DIM, TOKENS * KV * DIM, TOKENS * KV * DIM, TOKENS * HEADS * DIM]
+    layers = [[list(floats([draw.gauss(0, 1) for _ in range(n)])) for n in sizes] for _ in range(2)]
+    if len(sys.argv) > 3:
+        return in_mpi(abi, library, layers[0])
+    for test, *more in ((same_bits, layers), (mistaken,), (out_of_range, layers[0]), (misused,), (asked,), (packed_wrongly,), (drawn,),
+                        (masked, layers[0]), (kept_elsewhere, layers[0]), (same_in_processes, layers), (rings, layers[0]),
+                        (sbh3d, layers[0]), (misplaced,), (closed_early,), (left,)):
+        run_test(test, abi, library, *more)
     return end('abi')
 
 

@@ -756,20 +756,9 @@ static void test_rings(void)
     llama_layout_free(&layout);
 }
 
-int main(void)
+static void test_random(test_draws draws)
 {
-    test_draws draws = test_draws_begin(4);
     long kinds[ACTIVATIONS_KINDS] = {0}, same = 0;
-    TEST(test_slopes());
-    TEST(test_far());
-    TEST(test_few());
-    TEST(test_adapters());
-    TEST(test_largest());
-    TEST(test_transfers());
-    TEST(test_moved());
-    TEST(test_tiles());
-    TEST(test_small_pool());
-    TEST(test_rings());
     draws.least /= 8; /* each is a training of several ranks */
     for (; test_draws_more(&draws); ++draws.done) {
         const long failures = test_failures, seed = draws.seed + draws.done;
@@ -795,7 +784,7 @@ int main(void)
                       "other %s after the last step", i == 0 ? "weights" : "moments");
         CHECK(one.result[0].finite && one.result[1].loss != one.result[0].loss);
         ++kinds[d.kept.kind];
-        if (test_failures != failures)
+        if (test_shown_since(failures))
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
@@ -811,5 +800,22 @@ int main(void)
     test_draws_end(&draws);
     for (int i = 0; i < ACTIVATIONS_KINDS && draws.done >= 50; ++i) CHECK(kinds[i] > 2);
     CHECK(draws.done < 50 || same > 0);
+}
+
+int main(int argc, char **argv)
+{
+    test_draws draws = test_draws_begin(4);
+    test_begin(argc, argv);
+    TEST(test_slopes());
+    TEST(test_far());
+    TEST(test_few());
+    TEST(test_adapters());
+    TEST(test_largest());
+    TEST(test_transfers());
+    TEST(test_moved());
+    TEST(test_tiles());
+    TEST(test_small_pool());
+    TEST(test_rings());
+    TEST(test_random(draws));
     return test_end("activations");
 }

@@ -279,17 +279,18 @@ static void test_refusals(void)
 int main(int argc, char **argv)
 {
     if (attn_units(argc, argv, test_unit)) return test_end("attn_masks bf16");
-    test_sight();
-    test_oracle();
-    test_refusals();
-    test_alone();
-    test_saturated();
-    check_parts(1, 40, 1);
-    test_workers();
-    check_wide_masks();
-    test_one_key();
-    test_reach();
-    test_far_keys();
-    test_random(all_draws());
+    test_begin(argc, argv);
+    TEST(test_sight());
+    TEST(test_oracle());
+    TEST(test_refusals());
+    TEST(test_alone());
+    TEST(test_saturated());
+    TEST(check_parts(1, 40, 1));
+    TEST(test_workers());
+    TEST(check_wide_masks());
+    TEST(test_one_key());
+    TEST(test_reach());
+    TEST(test_far_keys());
+    TEST(test_random(all_draws()));
     return test_end("attn_masks");
 }

@@ -250,7 +250,7 @@ static void check_others(test_rng *r)
     buffers_free(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
@@ -264,10 +264,11 @@ int main(void)
 #endif
     if (machine[0] == NULL) printf("left out: AVX512-BF16's own bits, as this processor has none\n");
     if (machine[1] == NULL) printf("left out: AMX's own bits, as this processor has none\n");
-    check_shapes(&r);
-    check_tiny(&r);
-    check_strips(&r);
-    check_bytes();
-    check_others(&r);
+    test_begin(argc, argv);
+    TEST(check_shapes(&r));
+    TEST(check_tiny(&r));
+    TEST(check_strips(&r));
+    TEST(check_bytes());
+    TEST(check_others(&r));
     return test_end("test_bf16");
 }

@@ -10,7 +10,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, run_command  # pylint: disable=wrong-import-position
+from checks import check, end, equal, run_command, run_test  # pylint: disable=wrong-import-position
 
 BLOCK = os.path.abspath(sys.argv[1])
 FIELDS = {'method', 'ranks', 'chunk', 'stages', 'heads', 'kv_heads', 'head_dim', 'model_dim', 'tokens', 'dtype', 'kernels',
@@ -91,8 +91,8 @@ def check_ends():
 
 def main():
     for shape, methods in CASES:
-        check_case(shape, methods)
-    check_ends()
+        run_test(check_case, shape, methods)
+    run_test(check_ends)
     return end('block')
 
 

@@ -2173,7 +2173,7 @@ static void test_fields(void)
     CHECK(strcmp(field_text(text, f, &b), "500000.0") == 0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const char *parent = getenv("TMPDIR");
     snprintf(folder, sizeof folder, "%s/test_checkpoint.XXXXXX", parent != NULL && *parent ? parent : ".");
@@ -2183,26 +2183,27 @@ int main(void)
     }
     snprintf(dir, sizeof dir, "%s/run", folder);
     upipe_cpu_ops(&ops);
-    test_layout();
-    test_fields();
-    test_config();
-    test_layers();
-    test_keys();
-    test_inner_keys();
-    test_biases();
-    test_bits();
-    test_slow();
-    test_keep();
-    test_rounding();
-    test_models();
-    test_tied();
-    test_optimizers();
-    test_refusals();
-    test_not_finite();
-    test_read_back();
-    test_locks();
-    test_each_call();
-    test_kills();
+    test_begin(argc, argv);
+    TEST(test_layout());
+    TEST(test_fields());
+    TEST(test_config());
+    TEST(test_layers());
+    TEST(test_keys());
+    TEST(test_inner_keys());
+    TEST(test_biases());
+    TEST(test_bits());
+    TEST(test_slow());
+    TEST(test_keep());
+    TEST(test_rounding());
+    TEST(test_models());
+    TEST(test_tied());
+    TEST(test_optimizers());
+    TEST(test_refusals());
+    TEST(test_not_finite());
+    TEST(test_read_back());
+    TEST(test_locks());
+    TEST(test_each_call());
+    TEST(test_kills());
     CHECK_INT(rmdir(folder), 0);
     return test_end("checkpoint");
 }

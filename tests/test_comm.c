@@ -1147,28 +1147,29 @@ static void test_lost(int victim, int in_side)
     grid_free(&g.grid);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_self();
-    test_self_copy();
-    test_null();
-    test_dry();
-    test_shift();
-    test_meet();
-    test_random();
-    test_agree();
-    test_alternate();
-    test_absent();
-    test_deserted();
-    test_abort_call();
-    test_abort_outside();
-    test_odd();
-    test_bystander();
-    test_queued();
-    test_slow();
-    test_arguments();
-    test_alone();
-    test_resources();
-    for (int i = 0; i < 2; ++i) test_lost(3 * i, i);
+    test_begin(argc, argv);
+    TEST(test_self());
+    TEST(test_self_copy());
+    TEST(test_null());
+    TEST(test_dry());
+    TEST(test_shift());
+    TEST(test_meet());
+    TEST(test_random());
+    TEST(test_agree());
+    TEST(test_alternate());
+    TEST(test_absent());
+    TEST(test_deserted());
+    TEST(test_abort_call());
+    TEST(test_abort_outside());
+    TEST(test_odd());
+    TEST(test_bystander());
+    TEST(test_queued());
+    TEST(test_slow());
+    TEST(test_arguments());
+    TEST(test_alone());
+    TEST(test_resources());
+    for (int i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));
     return test_end("comm");
 }

@@ -636,7 +636,7 @@ static void test_sparse(void)
     data_close(&d);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const char *const names[] = {"a.npy", "a.bin", "b.bin", "raw",   "m.bin", "m.idx",
                                         "s0",    "s1",    "s2",    "list",  "mask",  "p.bin",
@@ -645,16 +645,17 @@ int main(void)
     int how;
     if (mkdtemp(folder) == NULL) abort();
     cli_holds = 1; /* sentences are held, not printed */
-    test_formats();
-    test_masks();
-    test_npy();
-    test_pointers();
-    test_wrong();
-    for (how = 0; how < 4; ++how) test_packed(how & 1, how >> 1);
-    test_shuffled_documents();
-    test_hash();
-    for (how = 0; how < 4; ++how) test_changes(how);
-    test_sparse();
+    test_begin(argc, argv);
+    TEST(test_formats());
+    TEST(test_masks());
+    TEST(test_npy());
+    TEST(test_pointers());
+    TEST(test_wrong());
+    for (how = 0; how < 4; ++how) TEST(test_packed(how & 1, how >> 1));
+    TEST(test_shuffled_documents());
+    TEST(test_hash());
+    for (how = 0; how < 4; ++how) TEST(test_changes(how));
+    TEST(test_sparse());
     for (i = 0; i < sizeof names / sizeof *names; ++i) unlink(in(names[i]));
     rmdir(folder);
     return test_end("data");

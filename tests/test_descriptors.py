@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, run_command, tree, write  # pylint: disable=wrong-import-position
+from checks import check, end, equal, run_command, run_test, tree, write  # pylint: disable=wrong-import-position
 from programs import BOOK, npy  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, COMPARE, PLAN = (os.path.abspath(path) for path in sys.argv[1:])
@@ -62,17 +62,17 @@ def test_words(program):
 def main():
     small = ['--tokens', '32', '--ranks', '2']
     train = [TRAIN, *MODEL, *small, '--steps', '1', '--sample', '0', '--data', BOOK]
-    test_program('train', [*train, '--save', 'd', '--json', 'numbers.json'])
-    test_program('compare', [COMPARE, *small, '--data', BOOK, '--json', 'numbers.json', '--dump', 'dump'], kept=False)
-    test_program('plan', [PLAN, '--model', 'llama3-8b', '--tokens', '128k', '--json', 'numbers.json'])
+    run_test(test_program, 'train', [*train, '--save', 'd', '--json', 'numbers.json'])
+    run_test(test_program, 'compare', [COMPARE, *small, '--data', BOOK, '--json', 'numbers.json', '--dump', 'dump'], kept=False)
+    run_test(test_program, 'plan', [PLAN, '--model', 'llama3-8b', '--tokens', '128k', '--json', 'numbers.json'])
     with tempfile.TemporaryDirectory() as folder:
         equal(run([*train, '--save', 'd'], folder).returncode, 0, 'the status of a training')
         ids = os.path.join(folder, 'ids.npy')
         write(ids, npy(range(32)))
-        test_program('logits', [LOGITS, '--load', os.path.join(folder, 'd'), '--ids', ids, '--out', 'out.npy', '--ranks', '2'],
+        run_test(test_program, 'logits', [LOGITS, '--load', os.path.join(folder, 'd'), '--ids', ids, '--out', 'out.npy', '--ranks', '2'],
                      table=False)
     for program in (TRAIN, LOGITS, COMPARE, PLAN):
-        test_words(program)
+        run_test(test_words, program)
     return end('descriptors')
 
 

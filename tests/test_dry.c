@@ -109,7 +109,7 @@ static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
             break;
     dry->mem.events_n = i;
     CHECK_INT(upipe_mem_largest(&dry->mem, UPIPE_USE_QKV), bytes.intermediate_fwd);
-    if (test_failures > failed) say_plan(plan, qk_norm, line);
+    if (test_shown_since(failed)) say_plan(plan, qk_norm, line);
     return bytes;
 }
 
@@ -892,24 +892,25 @@ static void test_pairs(void)
     CHECK(packed > draws / 8);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     dry = (upipe_dry *)zeroed(sizeof *dry);
     events = (upipe_mem_event *)zeroed(EVENTS * sizeof *events);
-    test_random();
-    test_even();
-    test_held();
-    test_held_segments();
-    test_claims();
-    test_dq_sums();
-    test_surroundings();
-    test_ranks();
-    test_reads_o();
-    test_moved();
-    test_alike();
-    test_alike_segments();
-    test_flat();
-    test_pairs();
+    test_begin(argc, argv);
+    TEST(test_random());
+    TEST(test_even());
+    TEST(test_held());
+    TEST(test_held_segments());
+    TEST(test_claims());
+    TEST(test_dq_sums());
+    TEST(test_surroundings());
+    TEST(test_ranks());
+    TEST(test_reads_o());
+    TEST(test_moved());
+    TEST(test_alike());
+    TEST(test_alike_segments());
+    TEST(test_flat());
+    TEST(test_pairs());
     buffers_free(0);
     return test_end("dry");
 }

@@ -302,10 +302,11 @@ int main(int argc, char **argv)
         print_page(stdout);
         return 0;
     }
-    test_rows();
-    test_numbers();
-    test_words();
-    test_agreement();
-    page_check(argv[1], print_page);
+    test_begin(argc - 1, argv + 1);
+    TEST(test_rows());
+    TEST(test_numbers());
+    TEST(test_words());
+    TEST(test_agreement());
+    TEST_OF("page", page_check(argv[1], print_page, "build/gcc/tests/test_flags > docs/flags.md"));
     return test_end("flags");
 }

@@ -307,7 +307,7 @@ static void test_random(void)
             if (t.overlap && test_below(&rng, 3) == 0) check_alone(&t, segments, &in, &out);
         }
         buffers_free(0);
-        if (test_failures != failures)
+        if (test_shown_since(failures))
             fprintf(
                 stderr,
                 "replay: UPIPE_SEED=%ld UPIPE_DRAWS=10 (S %lld/%d B %lld C %d H %d/%d d %d/%d U %d %s%s%s)\n",
@@ -664,9 +664,10 @@ static void test_arguments(void)
     lone_end(l);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     (void)run_block; /* the block in one piece, of the same header */
+    test_begin(argc, argv);
     TEST(test_memory());
     TEST(test_without_heads());
     TEST(test_refusals());

@@ -349,21 +349,22 @@ static void check_statuses(const upipe_ops *ops)
     free(work);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
     printf("test_gemm: %s, seed %llu\n", upi_cpu_simd_name(), (unsigned long long)r.state);
     teams_init();
-    check_tails(&r);
-    check_blocks(&r);
-    check_random(&r, 100 + test_draws_wanted() / 10);
-    check_bytes();
-    check_bytes_added();
-    check_empty(&r);
-    check_statuses(&alone);
+    test_begin(argc, argv);
+    TEST(check_tails(&r));
+    TEST(check_blocks(&r));
+    TEST(check_random(&r, 100 + test_draws_wanted() / 10));
+    TEST(check_bytes());
+    TEST(check_bytes_added());
+    TEST(check_empty(&r));
+    TEST(check_statuses(&alone));
 #ifdef UPIPE_WITH_CBLAS
-    check_statuses(&blas);
+    TEST(check_statuses(&blas));
 #endif
     teams_free();
     return test_end("test_gemm");

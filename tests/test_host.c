@@ -275,13 +275,14 @@ static void test_refused(const upipe_ops *ops)
     CHECK_REFUSED(upipe_threads_hosts(&d, ops, 0, steps, &err), UPIPE_ERR_ARG, err, "a chunk of 3 heads");
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     upipe_ops ops;
     upipe_cpu_ops(&ops);
-    test_peaks(&ops);
-    test_layouts(&ops);
-    test_numbers(&ops);
-    test_refused(&ops);
+    test_begin(argc, argv);
+    TEST(test_peaks(&ops));
+    TEST(test_layouts(&ops));
+    TEST(test_numbers(&ops));
+    TEST(test_refused(&ops));
     return test_end("host");
 }

@@ -609,8 +609,9 @@ static void test_tile_products(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_tile_products());
     TEST(test_misuse());
     TEST(test_missing());

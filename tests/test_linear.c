@@ -248,27 +248,28 @@ static void test_refusals(upipe_ctx *c)
     CHECK_REFUSED(upipe_linear_bwd(c, &rules, NULL), UPIPE_ERR_ARG, c->err, "the rules or the call are NULL");
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     upipe_ops ops = cpu_table();
     upipe_ctx c = {.ops = &ops};
     upipe_cpu_linear(&rules);
-    test_oracle();
-    check_linear_bytes(&ops);
-    check_linear_drawn(&c, 60, 150, 70);
-    check_linear_cuts(&c, 3);
-    check_linear_documents(&c);
-    check_linear_strides(&c);
-    check_linear_repeated(&c);
-    check_linear_types(&c, UPIPE_F16);
-    check_linear_gates(&c);
-    check_linear_long(&c);
-    check_conv_drawn(&c, 60);
-    check_conv_long(&c, 24700);
-    check_gates(&c, 16500);
-    check_linear_small(&c);
-    test_threads(&c, &ops);
-    test_pass();
+    test_begin(argc, argv);
+    TEST(test_oracle());
+    TEST(check_linear_bytes(&ops));
+    TEST(check_linear_drawn(&c, 60, 150, 70));
+    TEST(check_linear_cuts(&c, 3));
+    TEST(check_linear_documents(&c));
+    TEST(check_linear_strides(&c));
+    TEST(check_linear_repeated(&c));
+    TEST(check_linear_types(&c, UPIPE_F16));
+    TEST(check_linear_gates(&c));
+    TEST(check_linear_long(&c));
+    TEST(check_conv_drawn(&c, 60));
+    TEST(check_conv_long(&c, 24700));
+    TEST(check_gates(&c, 16500));
+    TEST(check_linear_small(&c));
+    TEST(test_threads(&c, &ops));
+    TEST(test_pass());
     TEST(test_refusals(&c));
     TEST(test_no_scratch(&c));
     return test_end("linear");

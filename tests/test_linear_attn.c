@@ -478,12 +478,13 @@ static void test_released(void)
         }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     upipe_cpu_linear(&rules);
-    test_drawn();
-    test_types();
-    test_sent();
+    test_begin(argc, argv);
+    TEST(test_drawn());
+    TEST(test_types());
+    TEST(test_sent());
     TEST(test_refusals());
     TEST(test_released());
     return test_end("linear_attn");

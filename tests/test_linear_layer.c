@@ -217,14 +217,15 @@ int main(int argc, char **argv)
 {
     upipe_cpu_linear(&rules);
     if (argc == 3) return run_file(argv[1], atoi(argv[2]));
-    check_drawn(BRIEF ? 4 : test_full() ? 16 : 8);
-    check_bits(UPIPE_F16);
-    test_threads();
-    check_documents();
-    check_types(UPIPE_F16);
-    check_golden_states();
-    check_out_of_memory(BRIEF ? 3 : 1);
-    test_refusals();
-    test_differing();
+    test_begin(argc, argv);
+    TEST(check_drawn(BRIEF ? 4 : test_full() ? 16 : 8));
+    TEST(check_bits(UPIPE_F16));
+    TEST(test_threads());
+    TEST(check_documents());
+    TEST(check_types(UPIPE_F16));
+    TEST(check_golden_states());
+    TEST(check_out_of_memory(BRIEF ? 3 : 1));
+    TEST(test_refusals());
+    TEST(test_differing());
     return test_end("linear_layer");
 }

@@ -196,9 +196,10 @@ static void test_capacity(void)
     buffers_free(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_parts();
-    test_capacity();
+    test_begin(argc, argv);
+    TEST(test_parts());
+    TEST(test_capacity());
     return test_end("linear_parts");
 }

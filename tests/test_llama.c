@@ -711,13 +711,14 @@ static void test_post_norms(const char *path, int kind, int family)
 
 int main(int argc, char **argv)
 {
-    if (argc != 3) {
-        fprintf(stderr, "usage: test_llama TWO_LAYERS FAMILIES\n");
+    if (argc < 3) {
+        fprintf(stderr, "usage: test_llama TWO_LAYERS FAMILIES [TEST...]\n");
         return 2;
     }
-    for (int kind = 0; kind < GOLDENS; ++kind) test_golden(argv[1], kind);
-    test_families(argv[2]);
-    test_post_norms(argv[1], BIASED, LLAMA_IS_GLM4);
-    test_post_norms(argv[1], TIED, LLAMA_IS_GEMMA3); /* by 1 + w */
+    test_begin(argc - 2, argv + 2);
+    for (int kind = 0; kind < GOLDENS; ++kind) TEST(test_golden(argv[1], kind));
+    TEST(test_families(argv[2]));
+    TEST(test_post_norms(argv[1], BIASED, LLAMA_IS_GLM4));
+    TEST(test_post_norms(argv[1], TIED, LLAMA_IS_GEMMA3)); /* by 1 + w */
     return test_end("llama");
 }

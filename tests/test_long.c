@@ -117,13 +117,14 @@ static void check_loss(int64_t rows, int64_t dim, int64_t vocab)
     buffers_free(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     cpu_place(NULL);
-    test_attention();
-    test_products();
-    check_loss(FEW, SIDE, LONG);
-    check_loss(FEW, LONG, SIDE);
-    check_loss(LONG, SIDE, FEW);
+    test_begin(argc, argv);
+    TEST(test_attention());
+    TEST(test_products());
+    TEST(check_loss(FEW, SIDE, LONG));
+    TEST(check_loss(FEW, LONG, SIDE));
+    TEST(check_loss(LONG, SIDE, FEW));
     return test_end("test_long");
 }

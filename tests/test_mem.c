@@ -309,19 +309,20 @@ static void test_trace(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const char *const commas[] = {"de_DE.UTF-8", "de_DE", "fr_FR.UTF-8", "fr_FR"};
     int i;
-    test_counts();
-    test_poison();
-    test_best_fit();
-    test_refusals();
-    test_marks();
-    test_dry();
-    test_trace();
-    for (i = 0; i < (int)(sizeof commas / sizeof *commas);
-         ++i) /* a locale that is not here changes nothing */
-        if (setlocale(LC_NUMERIC, commas[i]) != NULL) test_trace();
+    test_begin(argc, argv);
+    TEST(test_counts());
+    TEST(test_poison());
+    TEST(test_best_fit());
+    TEST(test_refusals());
+    TEST(test_marks());
+    TEST(test_dry());
+    TEST(test_trace());
+    /* a locale that is not here changes nothing */
+    for (i = 0; i < (int)(sizeof commas / sizeof *commas); ++i)
+        if (setlocale(LC_NUMERIC, commas[i]) != NULL) TEST(test_trace());
     return test_end("mem");
 }

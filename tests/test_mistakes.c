@@ -890,11 +890,12 @@ static void test_pair(void)
     upipe_threads_free(&p.team);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_table();
-    test_well();
-    test_blocks();
-    test_pair();
+    test_begin(argc, argv);
+    TEST(test_table());
+    TEST(test_well());
+    TEST(test_blocks());
+    TEST(test_pair());
     return test_end("mistakes");
 }

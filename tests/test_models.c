@@ -263,9 +263,10 @@ int main(int argc, char **argv)
         print_page(stdout);
         return 0;
     }
-    test_rows();
-    test_presets();
-    test_published();
-    page_check(argv[1], print_page);
+    test_begin(argc - 1, argv + 1);
+    TEST(test_rows());
+    TEST(test_presets());
+    TEST(test_published());
+    TEST_OF("page", page_check(argv[1], print_page, "build/gcc/tests/test_models > docs/models.md"));
     return test_end("models");
 }

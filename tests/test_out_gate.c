@@ -655,8 +655,9 @@ static void test_out_of_memory(int h, int hkv, int ranks, int reads_o, int narro
     check_out_of_memory(&t, 1, 40);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_finite_differences());
     TEST(test_refusals());
     TEST(test_dry_refusals());

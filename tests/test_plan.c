@@ -11,6 +11,14 @@ static upipe_plan_desc describe(int64_t tokens, int ranks, int heads, int kv_hea
     return d;
 }
 
+static void at_desc(const upipe_plan_desc *d)
+{
+    test_at("%lld tokens, %d/%d heads, chunk %d, rank %d of %d, %s, ring of %d, inner %d, mode %d%s",
+            (long long)d->tokens, d->heads, d->kv_heads, d->chunk, d->rank, d->ranks,
+            upipe_layout_name(d->layout), d->ring, d->ring_inner, (int)d->ring_mode,
+            d->naive ? ", naive" : "");
+}
+
 /* Tokens of one rank of a sequence that C ranks share; test_shard.c has the shards themselves. */
 static int64_t share_of(int64_t tokens, int ranks, int rank)
 {
@@ -50,6 +58,7 @@ static void walk_sent(const upipe_plan *p)
     int64_t e = (int64_t)upipe_dtype_bytes(d->dtype), sent[2] = {0, 0}, of_stages[2] = {0, 0};
     int rank, me = d->rank;
     int64_t both = d->head_dim + d->v_dim, mine = share_of(p->team_tokens, d->ranks, me) * d->batch;
+    at_desc(d);
     CHECK_INT(p->rows, mine);
     for (int stage = 0; stage < p->stages; ++stage) {
         for (rank = 0; rank < d->ranks; ++rank) {
@@ -90,6 +99,7 @@ static void walk(const upipe_plan *p)
     const upipe_plan_desc *d = &p->desc;
     int seen[256] = {0}, fetched[16][256], held[16], holds[16], of_rank[16], stage, rank, j, before = 0;
     upipe_head_range kept[16] = {0};
+    at_desc(d);
     memset(fetched, 0, sizeof fetched);
     memset(held, 0, sizeof held);
     memset(holds, 0, sizeof holds);
@@ -252,6 +262,7 @@ static void walk_ring(const upipe_plan_desc *desc, const upipe_mask *mask)
     int64_t tokens[2][16];
     int seen[16][16];
     upipe_plan p;
+    at_desc(desc);
     walk_seen(seen, &d, mask);
     memset(tokens, 0, sizeof tokens);
     for (grads = 0; grads < 2; ++grads) {
@@ -572,16 +583,17 @@ static void test_extremes(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_schedules();
-    test_uneven();
-    test_seal();
-    test_extremes();
-    test_rings();
-    test_ring_modes();
-    test_figure();
-    test_tables();
-    test_refusals();
+    test_begin(argc, argv);
+    TEST(test_schedules());
+    TEST(test_uneven());
+    TEST(test_seal());
+    TEST(test_extremes());
+    TEST(test_rings());
+    TEST(test_ring_modes());
+    TEST(test_figure());
+    TEST(test_tables());
+    TEST(test_refusals());
     return test_end("plan");
 }

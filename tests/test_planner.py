@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, load, read, run_command, tree, write  # pylint: disable=wrong-import-position
+from checks import check, end, load, read, run_command, run_test, tree, write  # pylint: disable=wrong-import-position
 
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
 FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'link_bytes', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
@@ -558,5 +558,5 @@ def pictures():
 
 with tempfile.TemporaryDirectory() as FOLDER:
     for test in paper, presets, small_cards, same_bytes, accumulated, numbers, documents, progress, linear, refusals, paths, others, pictures:
-        test()
+        run_test(test)
 sys.exit(end('planner'))

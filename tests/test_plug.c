@@ -52,8 +52,9 @@ static void test_masks(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_blocks());
     TEST(test_masks());
     return test_end("plug");

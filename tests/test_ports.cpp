@@ -364,13 +364,14 @@ static void test_port(const mask &m, bool by_class)
     }
 }
 
-int main()
+int main(int argc, char **argv)
 {
     static const float sinks[HQ] = {0.5f, -1, 0, 2};
     static const std::int32_t borders[] = {0, 5, 6, T, T + 8, B * T}; /* of the flattened batch */
-    test_port(mask{}, false);
-    test_port(mask{}, true);
-    test_port(mask{4, 0.3f, sinks, nullptr, 0}, true);
-    test_port(mask{0, 0, nullptr, borders, 5}, true);
+    test_begin(argc, argv);
+    TEST(test_port(mask{}, false));
+    TEST(test_port(mask{}, true));
+    TEST(test_port(mask{4, 0.3f, sinks, nullptr, 0}, true));
+    TEST(test_port(mask{0, 0, nullptr, borders, 5}, true));
     return test_end("ports");
 }

@@ -66,9 +66,8 @@ static int compare(const run_case *t, const f32_block *in, const run_result *r, 
     return status == UPIPE_OK;
 }
 
-int main(void)
+static void test_random(test_draws draws)
 {
-    test_draws draws = test_draws_begin(1);
     long legal = 0, compared = 0, more = 0, overlapped = 0, reading = 0;
     for (; test_draws_more(&draws); ++draws.done) {
         long failures = test_failures, seed = draws.seed + draws.done;
@@ -94,7 +93,7 @@ int main(void)
                 compared += compare(&d.t, &in, &r, seed % 4 == 0);
         }
         buffers_free(0);
-        if (test_failures != failures) say_replay(&d.t, seed);
+        if (test_shown_since(failures)) say_replay(&d.t, seed);
     }
     test_draws_end(&draws);
     printf(
@@ -108,5 +107,12 @@ int main(void)
         CHECK_SAY(reading * 6 > legal, "attention of only %ld of %ld reads O", reading, legal);
         CHECK_SAY(more * 2 > legal, "only %ld of %ld are more than the plain case", more, legal);
     }
+}
+
+int main(int argc, char **argv)
+{
+    test_draws draws = test_draws_begin(1);
+    test_begin(argc, argv);
+    TEST(test_random(draws));
     return test_end("property");
 }

@@ -313,7 +313,7 @@ static void one_draw(long seed)
         }
     }
     buffers_free(0);
-    if (test_failures != failures) say_replay(&d.t, seed);
+    if (test_shown_since(failures)) say_replay(&d.t, seed);
 }
 
 /* ---- refusals, pack and unpack ---- */
@@ -423,11 +423,8 @@ static void packs(void)
                   x.dry->ctx.err, "[4][2], not [4][4]");
 }
 
-int main(void)
+static void test_random(test_draws draws)
 {
-    test_draws draws = test_draws_begin(1);
-    TEST(refusals());
-    TEST(packs());
     for (; test_draws_more(&draws); ++draws.done) one_draw(draws.seed + draws.done);
     test_draws_end(&draws);
     printf("%ld legal, %ld of them with gradients in place, bits of %ld compared, NaNs in %ld\n", legal,
@@ -438,5 +435,14 @@ int main(void)
         CHECK_SAY(in_place * 6 > legal, "only %ld of %ld in place", in_place, legal);
         CHECK_SAY(apart * 16 > legal, "NaNs in only %ld of %ld", apart, legal);
     }
+}
+
+int main(int argc, char **argv)
+{
+    test_draws draws = test_draws_begin(1);
+    test_begin(argc, argv);
+    TEST(refusals());
+    TEST(packs());
+    TEST(test_random(draws));
     return test_end("qkv");
 }

@@ -118,14 +118,15 @@ static void run(job *j, upipe_status (*body)(void *user, int rank))
     buffers_free(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     static job j;
     j.ops = cpu_table();
-    run(&j, sums_body);
+    test_begin(argc, argv);
+    TEST_OF("sums", run(&j, sums_body));
     for (int i = 0; i < CALLS; ++i) {
         j.call = (call)i;
-        run(&j, failure_body);
+        TEST_OF("failure", run(&j, failure_body));
     }
     return test_end("reduce");
 }

@@ -28,11 +28,7 @@ static int hold(const run_case *t, const char *name, run_result *r)
     ok = run_block(t, &in, r) == UPIPE_OK;
     CHECK_SAY(ok, "%s: %s", name, r->errors[0].text);
     if (ok) check_block(&t->shape, &in, &r->out);
-    if (test_failures != failures)
-        fprintf(stderr, "in '%s': S %lld C %d R %d/%d %s mode %d%s H %d/%d U %d %s\n", name,
-                (long long)t->shape.tokens, t->ranks, t->ring, t->inner, upipe_layout_name(t->layout),
-                (int)t->ring_mode, t->ring_first ? " ring first" : "", t->shape.h, t->shape.hkv, t->chunk,
-                upipe_dtype_name(t->shape.dtype));
+    if (test_shown_since(failures)) fprintf(stderr, "in '%s'\n", name);
     return ok;
 }
 
@@ -488,8 +484,9 @@ static void test_ring_arguments(void)
     CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_OK, c.err);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_bare_calls());
     TEST(test_ring_arguments());
     TEST(test_orders());

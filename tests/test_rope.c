@@ -89,9 +89,10 @@ static void test_plain(void)
     CHECK_INT(r.dims, 48);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_golden();
-    test_plain();
+    test_begin(argc, argv);
+    TEST(test_golden());
+    TEST(test_plain());
     return test_end("rope");
 }

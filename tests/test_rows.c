@@ -197,7 +197,7 @@ static void check_all_workers(test_rng *r)
                   HEADS_OUTER); /* heads in several calls, dweight in strips */
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     upipe_ops ops;
@@ -206,9 +206,10 @@ int main(void)
     c.ops = &ops;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
     printf("test_rows: %s, seed %llu\n", ops.name, (unsigned long long)r.state);
-    check_rows(&r, &c);
-    check_rope_angles();
-    check_all_workers(&r);
-    check_row_statuses(&c);
+    test_begin(argc, argv);
+    TEST(check_rows(&r, &c));
+    TEST(check_rope_angles());
+    TEST(check_all_workers(&r));
+    TEST(check_row_statuses(&c));
     return test_end("test_rows");
 }

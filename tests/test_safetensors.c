@@ -645,7 +645,7 @@ static void test_fuzz(void)
     CHECK(refused > 10 && accepted > 10);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const char *parent = getenv("TMPDIR");
     snprintf(folder, sizeof folder, "%s/test_safetensors.XXXXXX", parent != NULL && *parent ? parent : ".");
@@ -654,12 +654,13 @@ int main(void)
         return 1;
     }
     snprintf(path, sizeof path, "%s/file.safetensors", folder);
-    test_round_trip();
-    test_escapes();
-    test_halves();
-    test_writer_refuses();
-    test_broken();
-    test_fuzz();
+    test_begin(argc, argv);
+    TEST(test_round_trip());
+    TEST(test_escapes());
+    TEST(test_halves());
+    TEST(test_writer_refuses());
+    TEST(test_broken());
+    TEST(test_fuzz());
     unlink(path);
     CHECK_INT(rmdir(folder), 0);
     return test_end("safetensors");

@@ -249,6 +249,7 @@ static upipe_status passes_body(void *user, int rank)
     const upipe_view halo = upipe_view_packed(before, UPIPE_F32, w->halo, 1, WIDTH),
                      round = upipe_view_packed(halo_carry, UPIPE_F32, w->halo, 1, WIDTH);
     counts n;
+    test_rank = rank;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     upipe_comm_self(&self, &alone, w->ops.copy);
     c.team = w->ring > 1 ? &self : comm;
@@ -297,11 +298,11 @@ static void run(world *w, double deadline, upipe_status (*body)(void *user, int 
 {
     upipe_err e = {0};
     upipe_status s;
+    test_at("%d ranks, %d rings, %d segments, %d heads, %d a stage", w->ranks, w->ring, w->segments, w->heads,
+            w->stage_heads);
     CHECK_STATUS(upipe_threads_init(&w->team, w->ranks, deadline, &e), UPIPE_OK, e);
     s = upipe_threads_run(&w->team, body, w, statuses, &e);
-    if (statuses == NULL)
-        CHECK_SAY(s == UPIPE_OK, "%d ranks, %d rings, %d segments, %d heads: %s", w->ranks, w->ring,
-                  w->segments, w->heads, e.text);
+    if (statuses == NULL) CHECK_SAY(s == UPIPE_OK, "%s", e.text);
     upipe_threads_free(&w->team);
     buffers_free(0);
 }
@@ -343,6 +344,7 @@ static upipe_status failing_body(void *user, int rank)
     upipe_states states = {.data = floats(SIZE * HEADS_MAX)};
     double began;
     upipe_status s;
+    test_rank = rank;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
     if (w->leaves && rank == w->bad_rank) return UPIPE_OK;
@@ -491,16 +493,17 @@ static upipe_status crossing_body(void *user, int rank)
     return UPIPE_OK;
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     world *w = (world *)calloc(1, sizeof *w);
     w->ops = cpu_table();
-    test_passes(w);
-    test_faults(w);
+    test_begin(argc, argv);
+    TEST(test_passes(w));
+    TEST(test_faults(w));
     TEST(test_refusals(w));
     w->ranks = 2;
-    run(w, 20, differing_body, NULL);
-    run(w, 20, crossing_body, NULL);
+    TEST_OF("differing", run(w, 20, differing_body, NULL));
+    TEST_OF("crossing", run(w, 20, crossing_body, NULL));
     free(w);
     return test_end("scan");
 }

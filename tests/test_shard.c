@@ -14,6 +14,8 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
     for (int r = 0; r < ring; ++r) {
         upipe_shard held = upipe_shard_ring(layout, tokens, ring, r);
         int64_t row = 0;
+        test_at("%lld tokens, %s, %d x %d ranks, ring rank %d", (long long)tokens, upipe_layout_name(layout),
+                ranks, ring, r);
         CHECK_INT(held.step, layout == UPIPE_STRIPED ? ring : 1);
         held_n += held.n;
         if (held.n > most) most = held.n;
@@ -21,6 +23,7 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
         for (int c = 0; c < ranks; ++c) {
             upipe_shard mine = upipe_shard_team(&held, ranks, c);
             int64_t sum = 0;
+            test_rank = c;
             CHECK_INT(mine.step, held.step);
             CHECK(mine.pieces >= 0 && mine.pieces <= UPIPE_PIECES_MAX);
             for (int k = 0; k < mine.pieces; ++k) {
@@ -33,8 +36,8 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
                       "rank %d of %d has %lld of %lld rows", c, ranks, (long long)mine.n, (long long)held.n);
             for (int64_t i = 0; i < mine.n; ++i, ++row) {
                 int64_t pos = upipe_shard_pos(&mine, i);
-                if (!CHECK_SAY(pos >= 0 && pos < tokens, "position %lld of %lld", (long long)pos,
-                               (long long)tokens))
+                if (!CHECK_SAY(pos >= 0 && pos < tokens, "row %lld of rank %d of %d is position %lld of %lld",
+                               (long long)i, c, r, (long long)pos, (long long)tokens))
                     return;
                 /* the team's parts are in order of the ring rank's rows, and a rank's rows ascend */
                 CHECK_INT(pos, upipe_shard_pos(&held, row));
@@ -44,6 +47,7 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
                 seen[pos] = 1;
             }
         }
+        test_rank = -1;
         CHECK_INT(row, held.n);
     }
     CHECK_INT(held_n, tokens);
@@ -147,11 +151,12 @@ static void test_balance(void)
             }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_permutation();
-    test_large();
-    test_rows();
-    test_balance();
+    test_begin(argc, argv);
+    TEST(test_permutation());
+    TEST(test_large());
+    TEST(test_rows());
+    TEST(test_balance());
     return test_end("shard");
 }

@@ -348,8 +348,9 @@ static void test_refused(void)
                   c.err, "ctx->side_stream is NULL");
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_order());
     TEST(test_refused());
     TEST(test_peak());

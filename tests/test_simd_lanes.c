@@ -236,23 +236,24 @@ static void test_storage(const float *x)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     float x[UPI_WIDE], y[UPI_WIDE], z[UPI_WIDE];
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
     printf("test_simd_lanes: %s, %d wide, seed %llu\n", upi_cpu_simd_name(), UPI_WIDE,
            (unsigned long long)r.state);
-    test_f16_all();
-    test_f16_rounding(&r);
-    test_tanh();
+    test_begin(argc, argv);
+    TEST(test_f16_all());
+    TEST(test_f16_rounding(&r));
+    TEST(test_tanh());
     for (int round = 0; round < 400; ++round) {
         fill(&r, x, round);
         fill(&r, y, round + 3);
         fill(&r, z, round + 5);
-        test_arithmetic(x, y, z);
-        test_places(x);
-        test_storage(x);
+        TEST(test_arithmetic(x, y, z));
+        TEST(test_places(x));
+        TEST(test_storage(x));
     }
     return test_end("test_simd_lanes");
 }

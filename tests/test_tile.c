@@ -371,7 +371,7 @@ static void test_random(void)
     for (i = 0; i < draws; ++i) {
         long failed = test_failures;
         check_random((uint64_t)(seed + i));
-        if (test_failures > failed) fprintf(stderr, "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1\n", seed + i);
+        if (test_shown_since(failed)) fprintf(stderr, "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1\n", seed + i);
     }
 }
 
@@ -1071,8 +1071,9 @@ static void test_no_rows(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_finite_differences());
     TEST(test_random());
     TEST(test_tiles());

@@ -20,7 +20,7 @@ from unittest import mock
 
 sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
 from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
-from checks import check, draws, end, equal, other_python, run_command  # pylint: disable=wrong-import-position
+from checks import check, draws, end, equal, other_python, run_command, run_test  # pylint: disable=wrong-import-position
 import run_mpi  # pylint: disable=wrong-import-position
 
 try:
@@ -219,7 +219,7 @@ def masked(q, k, v, desc, mask):
     return (scores.masked_fill(~mask[:, None], float('-inf')).softmax(3) @ v).transpose(1, 2)
 
 
-def test_drawn(seed):
+def one_draw(seed):
     """Every option beside every other one, packed sequences in batches too."""
     draw = random.Random(seed)
     desc, borders = draw_call(draw)
@@ -391,25 +391,29 @@ def test_mpi(library, mpirun):
     check(done.returncode == 0 and done.stdout.count(' 0 failed') == 2, f'{done.returncode}: {done.stdout}{done.stderr}')
 
 
+def test_drawn():
+    for seed in draws(4):
+        one_draw(seed)
+
+
 def main():
     torch.set_num_threads(1)
     if sys.argv[3:] == ['rank']:
         return rank_of_mpi()
     if len(sys.argv) > 3:
-        test_mpi(os.path.abspath(sys.argv[3]), sys.argv[4])
+        run_test(test_mpi, os.path.abspath(sys.argv[3]), sys.argv[4])
     for case in ((1, 0, 4, 2, True, 1), (2, 2, 4, 2, True, 1), (2, 4, 4, 4, False, 2), (4, 0, 8, 2, True, 2), (3, 3, 6, 2, False, 1)):
-        test_tensors(*case)
-    for seed in draws(4):
-        test_drawn(seed)
-    test_network()
-    test_checkpointed()
-    test_narrow()
-    test_refused_of_many()
-    test_refused()
+        run_test(test_tensors, *case)
+    run_test(test_drawn)
+    run_test(test_network)
+    run_test(test_checkpointed)
+    run_test(test_narrow)
+    run_test(test_refused_of_many)
+    run_test(test_refused)
     if OPERATORS:
         with tempfile.TemporaryDirectory() as cache:
             os.environ['TORCHINDUCTOR_CACHE_DIR'] = cache
-            test_operators()
+            run_test(test_operators)
     else:
         print(f'left out: operators and torch.compile, as no Python here has PyTorch 2.4: this is {torch.__version__}')
     return end(f'torch {torch.__version__}')

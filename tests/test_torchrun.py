@@ -16,7 +16,7 @@ import tempfile
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, other_python, write  # pylint: disable=wrong-import-position
+from checks import check, end, equal, other_python, run_test, write  # pylint: disable=wrong-import-position
 
 os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'TRANSFORMERS_VERBOSITY': 'critical'}
 try:
@@ -266,9 +266,9 @@ def rank_main():
 
 def main():
     torch.set_num_threads(1)
-    test_families()
+    run_test(test_families)
     with tempfile.TemporaryDirectory() as folder:
-        test_secret(folder)
+        run_test(test_secret, folder)
         os.environ['UPIPE_SECRET'] = 'what all ranks have'
         config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=RANKS, run_id='test', rdzv_backend='c10d',
                               rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1, max_restarts=0)

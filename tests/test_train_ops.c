@@ -26,7 +26,7 @@ static void check_ranges(upipe_ctx *c)
     for (int i = 0; i < 64; ++i) CHECK(buf[i] == 5);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     upipe_ops ops;
@@ -35,8 +35,9 @@ int main(void)
     c.ops = &ops;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
     printf("test_train_ops: %s, seed %llu\n", ops.name, (unsigned long long)r.state);
-    check_train_ops(&r, &c, 32003);
-    check_train_statuses(&c);
-    check_ranges(&c);
+    test_begin(argc, argv);
+    TEST(check_train_ops(&r, &c, 32003));
+    TEST(check_train_statuses(&c));
+    TEST(check_ranges(&c));
     return test_end("test_train_ops");
 }

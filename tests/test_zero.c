@@ -278,6 +278,7 @@ static upipe_status rank_main(void *user, int rank)
     upipe_status s;
     upipe_ctx c = {.team = upipe_threads_comm(&w->world, rank)};
     upipe_zero z = {.world = c.team, .rank = rank, .ranks = w->ranks, .units = UNITS, .first = first};
+    test_rank = rank;
     context_pool(&c, &mem, &w->ops, pool, BLOCKS);
     z.stage = odd_stage ? (w->stage + 1) % UPIPE_ZERO_STAGES : w->stage;
     z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip, z.grads_away = w->away;
@@ -315,6 +316,9 @@ static upipe_status rank_main(void *user, int rank)
 static void run(way *w)
 {
     upipe_err e;
+    test_at("stage %d, %d ranks, strips of %zu bytes, %s sent in %s, ahead %d, trouble %d", w->stage,
+            w->ranks, w->strip, upipe_dtype_name(w->dtype), upipe_dtype_name(w->sent), w->ahead,
+            (int)w->trouble);
     w->ops = cpu_table();
     CHECK_STATUS(upipe_threads_init(&w->world, w->ranks, 20, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_init(&w->side_world, w->ranks, w->trouble == SILENT ? 0.3 : 20, &e), UPIPE_OK,
@@ -516,8 +520,9 @@ static void test_announced(void)
     CHECK_INT(mem->live, 0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     TEST(test_stages());
     TEST(test_troubles());
     TEST(test_silent());

@@ -115,7 +115,7 @@ static void check_even(const upipe_attn *a, double factor)
     const load x = deal_any(a, PROCESSORS);
     CHECK_SAY((double)x.most <= factor * x.mean + (double)x.longest,
               "%lld tiles, %.0f in the mean, %lld an item", (long long)x.most, x.mean, (long long)x.longest);
-    if (test_failures != failed) say(a);
+    if (test_shown_since(failed)) say(a);
 }
 
 static const int64_t lengths[] = {4096,  6000,   8192,   16384,  24000,  32768,
@@ -232,15 +232,16 @@ static void test_processors(void)
             }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_masks();
-    test_groups();
-    test_windows();
-    test_packed();
-    test_unseen();
-    test_used();
-    test_processors();
+    test_begin(argc, argv);
+    TEST(test_masks());
+    TEST(test_groups());
+    TEST(test_windows());
+    TEST(test_packed());
+    TEST(test_unseen());
+    TEST(test_used());
+    TEST(test_processors());
     printf("digest %016llx\n", (unsigned long long)digest);
     return test_end("cuda_items");
 }

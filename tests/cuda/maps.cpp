@@ -156,20 +156,21 @@ static void test_counts(void *base)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     int major = 0;
     void *base = NULL;
     setenv("FAKE_CAPABILITY", "90", 1);
     CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess);
+    test_begin(argc, argv);
     if (major != 9) {
         printf("device of compute capability %d: nothing to test\n", major);
         return test_end("cuda_maps");
     }
-    test_boxes();
+    TEST(test_boxes());
     if (CHECK(cudaMalloc(&base, 256) == cudaSuccess)) {
-        test_maps(base);
-        test_counts(base);
+        TEST(test_maps(base));
+        TEST(test_counts(base));
     }
     CHECK(cudaFree(base) == cudaSuccess);
     return test_end("cuda_maps");

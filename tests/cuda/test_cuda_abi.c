@@ -312,13 +312,14 @@ static void test_faults(void)
     OK(cudaFree(d.qkv));
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
-    test_case(described(2, 1, 0, 0, UPIPE_ABI_F32), BY_THREADS);
-    test_case(described(2, 1, 0, 0, UPIPE_ABI_BF16), BY_ID);
-    test_case(described(2, 2, UPIPE_ABI_ZIGZAG, 0, UPIPE_ABI_BF16), BY_COMM);
-    test_case(described(1, 2, UPIPE_ABI_STRIPED, UPIPE_ABI_RING_P2P, UPIPE_ABI_F32), BY_ID);
-    test_misuse();
-    test_faults();
+    test_begin(argc, argv);
+    TEST(test_case(described(2, 1, 0, 0, UPIPE_ABI_F32), BY_THREADS));
+    TEST(test_case(described(2, 1, 0, 0, UPIPE_ABI_BF16), BY_ID));
+    TEST(test_case(described(2, 2, UPIPE_ABI_ZIGZAG, 0, UPIPE_ABI_BF16), BY_COMM));
+    TEST(test_case(described(1, 2, UPIPE_ABI_STRIPED, UPIPE_ABI_RING_P2P, UPIPE_ABI_F32), BY_ID));
+    TEST(test_misuse());
+    TEST(test_faults());
     return test_end("cuda_abi");
 }

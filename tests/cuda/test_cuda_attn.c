@@ -270,30 +270,31 @@ static void test_scratch(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const int64_t longer[] = {1, 40, 129};
+    test_begin(argc, argv);
     if (!place_open()) return test_end("cuda_attn");
-    test_refusals();
-    test_scratch();
+    TEST(test_refusals());
+    TEST(test_scratch());
     for (int i = 0; i < 2; ++i) { /* other kernels each */
         place_types(i == 0 ? UPIPE_BF16 : UPIPE_F32);
         if (same_as_before(here.types[0])) break;
-        test_head_dims();
-        test_lengths();
-        check_pos_steps();
-        test_merge();
-        check_merge_nothing();
-        check_prefix(longer, COUNT_OF(longer));
-        test_one_key();
+        TEST(test_head_dims());
+        TEST(test_lengths());
+        TEST(check_pos_steps());
+        TEST(test_merge());
+        TEST(check_merge_nothing());
+        TEST(check_prefix(longer, COUNT_OF(longer)));
+        TEST(test_one_key());
         if (here.brief) continue; /* the same code with other numbers */
-        check_low_scores(64);
-        check_nan(128, 64);
+        TEST(check_low_scores(64));
+        TEST(check_nan(128, 64));
         if (BRIEF) continue;
-        test_extreme_scores();
-        test_same_bits();
-        test_random();
-        if (i == 0) test_many_runs();
+        TEST(test_extreme_scores());
+        TEST(test_same_bits());
+        TEST(test_random());
+        if (i == 0) TEST(test_many_runs());
     }
     return place_close("cuda_attn");
 }

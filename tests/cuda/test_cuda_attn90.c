@@ -41,7 +41,7 @@ static void check_forward(const oracle_attn *t, uint64_t seed, int64_t keys)
         answers x = answers_make(&seen, UPIPE_BF16, UPIPE_BF16, &in, 1);
         check_answers(&seen, &out, &x);
     }
-    if (test_failures != failed) say_case(t, UPIPE_BF16, PACKED);
+    if (test_shown_since(failed)) say_case(t, UPIPE_BF16, PACKED);
     buffers_free(0);
 }
 
@@ -211,25 +211,26 @@ static void test_left_to_others(void)
     buffers_free(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     setenv("FAKE_CAPABILITY", "90", 1);
+    test_begin(argc, argv);
     if (!place_open()) return test_end("cuda_attn90");
     dev.cuda.choice = choice;
 #ifdef FAKE_CUDA_RUNTIME_API_H
     dev.cuda.processors = 132;
 #endif
     if (dev.cuda.capability / 10 == 9) {
-        test_edges();
-        test_wide_tiles();
+        TEST(test_edges());
+        TEST(test_wide_tiles());
         dev.cuda.margin = dev.cuda.processors - FEW;
-        test_items();
-        test_sections();
-        test_packed();
+        TEST(test_items());
+        TEST(test_sections());
+        TEST(test_packed());
         dev.cuda.margin = 0;
-        test_margin();
-        test_watched();
-        test_left_to_others();
+        TEST(test_margin());
+        TEST(test_watched());
+        TEST(test_left_to_others());
     } else
         printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,
                dev.cuda.capability % 10);

@@ -198,21 +198,22 @@ static void test_watched(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     int i;
     setenv("FAKE_CAPABILITY", "90", 1);
+    test_begin(argc, argv);
     if (!place_open()) return test_end("cuda_attn90_bwd");
     if (dev.cuda.capability / 10 == 9) {
-        test_left_to_others();
-        test_edges();
-        test_chains();
-        test_masked();
-        for (i = 0; i < DIMS && !here.brief; ++i) check_low_scores(dims[i]);
-        test_merge();
-        test_parts();
-        test_same_bits();
-        test_watched();
+        TEST(test_left_to_others());
+        TEST(test_edges());
+        TEST(test_chains());
+        TEST(test_masked());
+        for (i = 0; i < DIMS && !here.brief; ++i) TEST(check_low_scores(dims[i]));
+        TEST(test_merge());
+        TEST(test_parts());
+        TEST(test_same_bits());
+        TEST(test_watched());
     } else
         printf("device of compute capability %d.%d: nothing to test\n", dev.cuda.capability / 10,
                dev.cuda.capability % 10);

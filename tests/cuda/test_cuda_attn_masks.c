@@ -148,27 +148,28 @@ static void test_far_documents(void)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    test_begin(argc, argv);
     if (!place_open()) return test_end("cuda_attn_masks");
     for (int i = 0; i < 2; ++i) { /* other kernels each */
         place_types(i == 0 ? UPIPE_BF16 : UPIPE_F32);
         if (same_as_before(here.types[0])) break;
-        test_long();
-        test_many_documents();
-        test_one_key();
-        check_saturated(here.types[0], i == 0 ? 64 : 40);
-        test_nan_apart();
-        test_random();
+        TEST(test_long());
+        TEST(test_many_documents());
+        TEST(test_one_key());
+        TEST(check_saturated(here.types[0], i == 0 ? 64 : 40));
+        TEST(test_nan_apart());
+        TEST(test_random());
         if (here.brief || (i == 1 && !test_full())) break;
-        check_wide_masks();
-        test_far_keys();
-        test_far_documents();
-        test_nan_reach();
+        TEST(check_wide_masks());
+        TEST(test_far_keys());
+        TEST(test_far_documents());
+        TEST(test_nan_reach());
         if (BRIEF) break; /* the same code with other numbers, and loops that test_cuda_attn has in f32 too */
-        test_alone();
-        test_parts();
-        test_same_bits();
+        TEST(test_alone());
+        TEST(test_parts());
+        TEST(test_same_bits());
     }
     return place_close("cuda_attn_masks");
 }

@@ -106,9 +106,10 @@ static void test_refused(void)
     device_free(&dev, block);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     setenv("FAKE_CAPABILITY", "86", 1);
+    test_begin(argc, argv);
     if (!place_open()) return test_end("cuda_attn_small");
 #ifdef FAKE_CUDA_RUNTIME_API_H
     CHECK_INT(dev.cuda.shared_most, SMALL);
@@ -121,10 +122,10 @@ int main(void)
     /* All shapes where they are compared, and not for bits alone: but for what is small this is the kernel of
      * test_cuda_attn. */
     if (!test_full() || !here.compares || test_env("TEST_BRIEF", 0) != 0) here.brief = 1;
-    test_refused();
-    test_shapes();
-    test_masked();
-    test_merge();
-    test_same_bits();
+    TEST(test_refused());
+    TEST(test_shapes());
+    TEST(test_masked());
+    TEST(test_merge());
+    TEST(test_same_bits());
     return place_close("cuda_attn_small");
 }

@@ -169,15 +169,16 @@ static void test_block(int nccl, long seed, long draws)
     CHECK_BYTES(last.out.wq, first.out.wq, block_count(&test.run.shape, "wq") * 4);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     long seed = test_env("UPIPE_SEED", 1), wanted = test_env("UPIPE_DRAWS", 2000);
     long draws = wanted == 0 ? 0 : 20 + wanted / 500;
     printf("cuda_faults: UPIPE_SEED=%ld UPIPE_DRAWS=%ld\n", seed, wanted);
     fake_seed(0);
-    test_setup(FAKE_ONCE);
-    test_setup(FAKE_STICKY);
-    test_block(0, seed, draws);
-    test_block(1, seed, draws);
+    test_begin(argc, argv);
+    TEST(test_setup(FAKE_ONCE));
+    TEST(test_setup(FAKE_STICKY));
+    TEST(test_block(0, seed, draws));
+    TEST(test_block(1, seed, draws));
     return test_end("cuda_faults");
 }

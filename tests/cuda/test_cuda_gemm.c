@@ -63,17 +63,18 @@ static void check_statuses(upipe_ctx *c)
 #undef REFUSED
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     device d;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    test_begin(argc, argv);
     if (device_open(&d)) {
         printf("test_cuda_gemm: %s, seed %llu\n", d.ops.name, (unsigned long long)r.state);
         staged_open(&d);
-        check_all(&r, &staged.c);
-        check_empty(&r, &staged.c);
-        check_statuses(&d.c);
+        TEST(check_all(&r, &staged.c));
+        TEST(check_empty(&r, &staged.c));
+        TEST(check_statuses(&d.c));
         staged_close();
     }
     device_close(&d);

@@ -445,18 +445,19 @@ static void test_teams(void)
 
 #endif
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const graph_case cases[] = {{UPIPE_BF16, 1, HEADS, 0, 0},
                                        {UPIPE_BF16, 1, 2, 0, 0},
                                        {UPIPE_BF16, 1, 1, 1, 0},
                                        {UPIPE_F32, 1, 2, 0, 0},
                                        {UPIPE_BF16, 1, 1, 0, 1}};
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) test_one(&cases[i]);
-    test_no_table();
-    test_waits();
+    test_begin(argc, argv);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) TEST(test_one(&cases[i]));
+    TEST(test_no_table());
+    TEST(test_waits());
 #ifdef FAKE_CUDA_RUNTIME_API_H
-    test_teams();
+    TEST(test_teams());
 #endif
     return test_end("cuda_graph");
 }

@@ -339,7 +339,7 @@ static void check_refusals(device *d)
     device_free(d, g.a.work);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     device d;
     upipe_cuda_plan_linear(&rules);
@@ -347,25 +347,26 @@ int main(void)
     rules.conv = staged_conv, rules.conv_bwd = staged_conv_bwd;
     rules.gates = staged_gates, rules.gates_bwd = staged_gates_bwd;
     app_linear(&on_device);
+    test_begin(argc, argv);
     if (device_open(&d)) {
         printf("test_cuda_linear: %s\n", d.ops.name);
         staged_open(&d);
-        check_linear_bytes(&d.ops);
-        check_conv_drawn(&staged.c, few() ? 4 : 40);
-        check_gates(&staged.c, few() ? 0 : 16500);
-        if (!few()) check_conv_long(&staged.c, 24700);
-        check_linear_drawn(&staged.c, few() ? 3 : 20, 150, UPI_CUDA_LINEAR_ROWS);
+        TEST(check_linear_bytes(&d.ops));
+        TEST(check_conv_drawn(&staged.c, few() ? 4 : 40));
+        TEST(check_gates(&staged.c, few() ? 0 : 16500));
+        if (!few()) TEST(check_conv_long(&staged.c, 24700));
+        TEST(check_linear_drawn(&staged.c, few() ? 3 : 20, 150, UPI_CUDA_LINEAR_ROWS));
         TEST(check_wide_heads(&staged.c));
         if (!few()) {
-            check_linear_documents(&staged.c);
-            check_runs(&staged.c);
-            check_linear_cuts(&staged.c, 1);
-            check_linear_strides(&staged.c);
-            check_linear_repeated(&staged.c);
-            check_linear_types(&staged.c, UPIPE_BF16);
-            check_linear_gates(&staged.c);
-            check_linear_long(&staged.c);
-            check_fade(&staged.c);
+            TEST(check_linear_documents(&staged.c));
+            TEST(check_runs(&staged.c));
+            TEST(check_linear_cuts(&staged.c, 1));
+            TEST(check_linear_strides(&staged.c));
+            TEST(check_linear_repeated(&staged.c));
+            TEST(check_linear_types(&staged.c, UPIPE_BF16));
+            TEST(check_linear_gates(&staged.c));
+            TEST(check_linear_long(&staged.c));
+            TEST(check_fade(&staged.c));
         }
         TEST(check_empty(&staged.c));
         TEST(check_refusals(&d));

@@ -125,19 +125,20 @@ static void check_refused(void)
     buffers_free(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const layer_place device_place = {there_open, there_close, there_begin, there_slab, there_put, there_get};
     place = device_place;
     app_linear(&rules);
-    check_drawn(BRIEF ? 2 : test_full() ? 12 : 4);
-    check_bits(UPIPE_BF16);
-    check_documents();
-    check_types(UPIPE_BF16);
-    check_golden_states();
-    check_out_of_memory(9);
-    check_plan();
-    check_refused();
+    test_begin(argc, argv);
+    TEST(check_drawn(BRIEF ? 2 : test_full() ? 12 : 4));
+    TEST(check_bits(UPIPE_BF16));
+    TEST(check_documents());
+    TEST(check_types(UPIPE_BF16));
+    TEST(check_golden_states());
+    TEST(check_out_of_memory(9));
+    TEST(check_plan());
+    TEST(check_refused());
     CHECK(fake_check_clean());
     return test_end("test_cuda_linear_layer");
 }

@@ -117,17 +117,21 @@ static void check_overlap(const char *capability, int d, int margin, int later, 
     SAME_BITS(*first, r, x, &test.run.shape);
 }
 
-int main(void)
+static void test_dim(int dim)
 {
-    static const int dims[] = {64, 128};
-    for (int i = 0; i < (test_full() ? 2 : 1); ++i) {
-        run_result on_80 = {0}, on_90 = {0};
-        /* a margin that leaves nothing, then one that leaves enough */
-        check_overlap("90", dims[i], 0, 0, 0, &on_90);
-        check_overlap("90", dims[i], 1, 0, 1, &on_90);
-        /* blocks end all the time: priority decides */
-        check_overlap("80", dims[i], 0, 1, 0, &on_80);
-        check_overlap("80", dims[i], 0, 0, 1, &on_80);
-    }
+    run_result on_80 = {0}, on_90 = {0};
+    /* a margin that leaves nothing, then one that leaves enough */
+    check_overlap("90", dim, 0, 0, 0, &on_90);
+    check_overlap("90", dim, 1, 0, 1, &on_90);
+    /* blocks end all the time: priority decides */
+    check_overlap("80", dim, 0, 1, 0, &on_80);
+    check_overlap("80", dim, 0, 0, 1, &on_80);
+}
+
+int main(int argc, char **argv)
+{
+    test_begin(argc, argv);
+    TEST(test_dim(64));
+    if (test_full()) TEST(test_dim(128));
     return test_end("cuda_overlap");
 }

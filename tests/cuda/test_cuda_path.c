@@ -340,25 +340,26 @@ static void test_refusals(void)
     free(f);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const path_case plain = {32, 1, 4, 4, 64, 0, 0, 0, 0, 0}, rich = {32, 1, 4, 2, 64, 0, 1, 1, 1, 0};
     static const path_case grouped = {24, 2, 8, 2, 32, 1, 2, 0, 1, 0},
                            stages = {32, 1, 8, 4, 64, 0, 1, 0, 1, 0};
     static const path_case gated = {33, 1, 8, 4, 32, 0, 1, 0, 1, 1};
-    test_slabs();
-    for (uint64_t seed = 0; seed < 24; ++seed) test_side(seed, seed == 23);
-    test_side_unordered();
-    test_block(&plain, 1, 4);   /* one rank, all heads at once */
-    test_block(&rich, 1, 2);    /* in stages */
-    test_block(&plain, 2, 4);   /* Ulysses */
-    test_block(&rich, 2, 2);    /* UPipe */
-    test_block(&plain, 4, 4);   /* Ulysses */
-    test_block(&stages, 4, 4);  /* UPipe */
-    test_block(&grouped, 4, 4); /* ranks share key and value heads */
-    test_block(&gated, 2, 2);   /* the output is gated */
-    test_uneven();
-    test_masked();
-    test_refusals();
+    test_begin(argc, argv);
+    TEST(test_slabs());
+    for (uint64_t seed = 0; seed < 24; ++seed) TEST(test_side(seed, seed == 23));
+    TEST(test_side_unordered());
+    TEST(test_block(&plain, 1, 4));   /* one rank, all heads at once */
+    TEST(test_block(&rich, 1, 2));    /* in stages */
+    TEST(test_block(&plain, 2, 4));   /* Ulysses */
+    TEST(test_block(&rich, 2, 2));    /* UPipe */
+    TEST(test_block(&plain, 4, 4));   /* Ulysses */
+    TEST(test_block(&stages, 4, 4));  /* UPipe */
+    TEST(test_block(&grouped, 4, 4)); /* ranks share key and value heads */
+    TEST(test_block(&gated, 2, 2));   /* the output is gated */
+    TEST(test_uneven());
+    TEST(test_masked());
+    TEST(test_refusals());
     return test_end("cuda_path");
 }

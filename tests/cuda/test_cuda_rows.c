@@ -201,33 +201,35 @@ static void check_cuda_statuses(upipe_ctx *c)
                   "bias_bwd: 1048577 columns, at most 1048576");
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     device d;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    test_begin(argc, argv);
     if (device_open(&d)) {
         printf("test_cuda_rows: %s, seed %llu\n", d.ops.name, (unsigned long long)r.state);
         staged_open(&d);
-        check_whole(&d.ops);
-        check_host_memory(&d);
-        check_bits(&staged.c);
-        check_rows(&r, &staged.c);
-        check_weight(&r, &staged.c, 150, 70, UPIPE_F32);
-        check_weight(&r, &staged.c, 65, 32, UPIPE_BF16);
-        check_weight(&r, &staged.c, 20, 12001, UPIPE_BF16); /* more shared memory than a launch has unasked */
-        check_weight_chunks(&staged.c);
+        TEST(check_whole(&d.ops));
+        TEST(check_host_memory(&d));
+        TEST(check_bits(&staged.c));
+        TEST(check_rows(&r, &staged.c));
+        TEST(check_weight(&r, &staged.c, 150, 70, UPIPE_F32));
+        TEST(check_weight(&r, &staged.c, 65, 32, UPIPE_BF16));
+        TEST(check_weight(&r, &staged.c, 20, 12001,
+                          UPIPE_BF16)); /* more shared memory than a launch has unasked */
+        TEST(check_weight_chunks(&staged.c));
         for (int i = 0; i < 4; ++i) {
             static const int rows[] = {1, 40, 64, 131};
-            check_rowdot_places(&r, &staged.c, UPIPE_F32, rows[i]);
-            check_rowdot_places(&r, &staged.c, UPIPE_BF16, rows[i]);
+            TEST(check_rowdot_places(&r, &staged.c, UPIPE_F32, rows[i]));
+            TEST(check_rowdot_places(&r, &staged.c, UPIPE_BF16, rows[i]));
         }
-        check_rope_heads(&r, &staged.c);
-        check_wide(&r, &staged.c, 1, 1, 300001, PACKED);
-        check_wide(&r, &staged.c, 5000, 2, 16, HEADS_INNER);
-        check_wide(&r, &staged.c, 150, 1, 1032, ROWS_APART);
-        check_row_statuses(&d.c);
-        check_cuda_statuses(&d.c);
+        TEST(check_rope_heads(&r, &staged.c));
+        TEST(check_wide(&r, &staged.c, 1, 1, 300001, PACKED));
+        TEST(check_wide(&r, &staged.c, 5000, 2, 16, HEADS_INNER));
+        TEST(check_wide(&r, &staged.c, 150, 1, 1032, ROWS_APART));
+        TEST(check_row_statuses(&d.c));
+        TEST(check_cuda_statuses(&d.c));
         staged_close();
     }
     device_close(&d);

@@ -110,34 +110,35 @@ static void check_cross_entropy_many(test_rng *r, upipe_ctx *c, int n, int few, 
     buffers_free(0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     test_rng r;
     device d;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
+    test_begin(argc, argv);
     if (device_open(&d)) {
         const int processors = d.cuda.processors;
         printf("test_cuda_train_ops: %s, seed %llu\n", d.ops.name, (unsigned long long)r.state);
         staged_open(&d);
-        check_train_ops(&r, &staged.c, 1003);
-        check_ranges(&staged.c);
-        check_cross_entropy_many(&r, &staged.c, 300, 50, 70);
-        check_embed_many(&r, &staged.c, 300, 40, 70, UPIPE_F32);
-        check_embed_many(&r, &staged.c, 97, 1000, 33, UPIPE_BF16);
-        check_embed_many(&r, &staged.c, 40, 9, 264, UPIPE_BF16); /* columns of two warps */
-        check_bias_many(&staged.c);
-        check_cross_entropy(&r, &staged.c, 20011, UPIPE_BF16, 1.0f); /* a row in three pieces */
-        check_cross_entropy_many(&r, &staged.c, 8, 2, 8200);
+        TEST(check_train_ops(&r, &staged.c, 1003));
+        TEST(check_ranges(&staged.c));
+        TEST(check_cross_entropy_many(&r, &staged.c, 300, 50, 70));
+        TEST(check_embed_many(&r, &staged.c, 300, 40, 70, UPIPE_F32));
+        TEST(check_embed_many(&r, &staged.c, 97, 1000, 33, UPIPE_BF16));
+        TEST(check_embed_many(&r, &staged.c, 40, 9, 264, UPIPE_BF16)); /* columns of two warps */
+        TEST(check_bias_many(&staged.c));
+        TEST(check_cross_entropy(&r, &staged.c, 20011, UPIPE_BF16, 1.0f)); /* a row in three pieces */
+        TEST(check_cross_entropy_many(&r, &staged.c, 8, 2, 8200));
         d.cuda.processors = 1; /* which holds fewer pieces: they are longer than what registers hold */
-        check_cross_entropy(&r, &staged.c, 25003, UPIPE_BF16, 1.0f);
-        check_cross_entropy_many(&r, &staged.c, 40, 20, 9);
+        TEST(check_cross_entropy(&r, &staged.c, 25003, UPIPE_BF16, 1.0f));
+        TEST(check_cross_entropy_many(&r, &staged.c, 40, 20, 9));
         d.cuda.processors = processors;
-        check_total_many(&staged.c, 3, 2, 20011, HEADS_INNER);
-        check_total_many(&staged.c, 700, 1, 64, PACKED);
-        check_total_many(&staged.c, 1, 1, 1, PACKED);
-        check_total_many(&staged.c, 40000, 1, 9, HEADS_OUTER);
-        check_total_many(&staged.c, 9, 1, 250000, PACKED);
-        check_train_statuses(&d.c);
+        TEST(check_total_many(&staged.c, 3, 2, 20011, HEADS_INNER));
+        TEST(check_total_many(&staged.c, 700, 1, 64, PACKED));
+        TEST(check_total_many(&staged.c, 1, 1, 1, PACKED));
+        TEST(check_total_many(&staged.c, 40000, 1, 9, HEADS_OUTER));
+        TEST(check_total_many(&staged.c, 9, 1, 250000, PACKED));
+        TEST(check_train_statuses(&d.c));
         staged_close();
     }
     device_close(&d);

@@ -244,16 +244,8 @@ static void test_word(void)
     CHECK_INT(text[0], 0);
 }
 
-int main(void)
+static void test_hangs(void)
 {
-    static const char *const well[] = {"the same bits, some"};
-    setenv("FAKE_CAPABILITY", "90", 1);
-    test_word();
-    if (!check_run(FORWARD, 0, well, 1)) {
-        printf("no device of compute capability 9.0: nothing to test\n");
-        return test_end("cuda_watchdog");
-    }
-    check_run(BACKWARD, 0, well, 1);
     CHECK_RUN(FORWARD_HANGS, 1,
               "4 blocks stand still; block 0 of 4, forward for 9.0, d <= 64, 128 keys:", "K full 0 even",
               "K full 1 even", "K empty 0 even", "V full 1 even", "Q full odd", "Q empty even", "(cudaError");
@@ -275,5 +267,19 @@ int main(void)
     simt_tick = 3000000000; /* put aside for seconds between any two looks */
 #endif
     CHECK_RUN(FORWARD_LONG, 0, "well");
+}
+
+int main(int argc, char **argv)
+{
+    static const char *const well[] = {"the same bits, some"};
+    setenv("FAKE_CAPABILITY", "90", 1);
+    test_begin(argc, argv);
+    TEST(test_word());
+    if (!check_run(FORWARD, 0, well, 1)) {
+        printf("no device of compute capability 9.0: nothing to test\n");
+        return test_end("cuda_watchdog");
+    }
+    TEST(check_run(BACKWARD, 0, well, 1));
+    TEST(test_hangs());
     return test_end("cuda_watchdog");
 }

@@ -727,13 +727,8 @@ static void test_nccl(int absent, int apart)
     CHECK(fake_check_clean());
 }
 
-int main(void)
+static void test_windows(void)
 {
-    fake_seed(0);
-    test_lazy();
-    test_untouched();
-    test_legacy();
-    test_findings();
     fake_engine_calls();
     run_windows(WINDOW_FINE);
     CHECK_INT(fake_engine_calls(), 2);
@@ -742,17 +737,28 @@ int main(void)
     run_windows(WINDOW_CALL);
     CHECK_INT(fake_engine_calls(), 2);
     CHECK(fake_check_clean());
-    test_errors();
-    test_residency();
+}
+
+int main(int argc, char **argv)
+{
+    fake_seed(0);
+    test_begin(argc, argv);
+    TEST(test_lazy());
+    TEST(test_untouched());
+    TEST(test_legacy());
+    TEST(test_findings());
+    TEST(test_windows());
+    TEST(test_errors());
+    TEST(test_residency());
     for (uint64_t seed = 0; seed < 4; ++seed) {
         fake_seed(seed);
-        test_gemm();
-        test_capture(0);
-        test_capture(1);
-        test_capture_forbidden();
+        TEST(test_gemm());
+        TEST(test_capture(0));
+        TEST(test_capture(1));
+        TEST(test_capture_forbidden());
         for (int apart = 0; apart < 2; ++apart) {
-            test_nccl(-1, apart);
-            test_nccl(1, apart);
+            TEST(test_nccl(-1, apart));
+            TEST(test_nccl(1, apart));
         }
     }
     return test_end("fake");

@@ -74,7 +74,7 @@ int main(int argc, char **argv)
         if (line[0] == '#' || line[0] == '\n') continue;
         fuzz_one(line, fuzz_decode(line));
         ++inputs;
-        if (test_failures != failures) printf("%s:%ld fails\n", argv[1], at);
+        if (test_shown_since(failures)) printf("%s:%ld fails\n", argv[1], at);
     }
     CHECK(feof(corpus));
     fclose(corpus);

@@ -386,7 +386,7 @@ static inline void check_case(const oracle_attn *t, upipe_dtype dtype, int layou
         answers x = answers_make(t, dtype, dtype, in, 2);
         check_answers(t, &got, &x);
     }
-    if (test_failures != failed) say_case(t, dtype, layout);
+    if (test_shown_since(failed)) say_case(t, dtype, layout);
     buffers_free(mark);
 }
 

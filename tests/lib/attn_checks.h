@@ -160,7 +160,7 @@ static inline void check_random(long draws, const draw_limits *most, int masks)
             t.scale = (double)(float)(t.scale * 0.25 * (1 + test_below(&r, 8)));
         }
         check_drawn(&t, dtype, layout, &r, 1);
-        if (test_failures != failed) fprintf(stderr, "  replay: UPIPE_SEED=%ld UPIPE_DRAWS=1\n", seed + i);
+        if (test_shown_since(failed)) fprintf(stderr, "  replay: UPIPE_SEED=%ld UPIPE_DRAWS=1\n", seed + i);
     }
 }
 
@@ -214,7 +214,7 @@ static inline void check_parts(int step, int wide, int begun)
         in = inputs_make(&t, dtype, &r, 1);
         check_merge(&t, dtype, kind % 2 ? dtype : UPIPE_F32, layout, begun || kind / 4 % 2, &in, parts, 3);
         check_merge_bwd(&t, dtype, layout, &in, parts, 3);
-        if (test_failures != failed) say_case(&t, dtype, layout);
+        if (test_shown_since(failed)) say_case(&t, dtype, layout);
         buffers_free(mark);
     }
 }
@@ -377,7 +377,7 @@ static inline void check_nan_apart(int documents, int step)
             }
         CHECK((shown > 0) == (which > 0));
         check_same(&t, &out, &got);
-        if (test_failures != failed)
+        if (test_shown_since(failed))
             fprintf(stderr, "  round %d, NaNs in %d\n", round, which), say_case(&t, dtype, layout);
         buffers_free(mark);
     }

@@ -60,9 +60,12 @@ static inline int attn_units(int argc, char **argv, void (*test)(int all))
               all = argc > 2 && strcmp(argv[2], "all") == 0;
     cpu_place(NULL);
     if (!is_unit) return 0;
-    cpu_place(&plain_units[0]), test(0);
-    cpu_place(&plain_units[1]), test(all);
-    if (upi_bf16_here() != NULL) cpu_place(upi_bf16_here()), test(1);
+    cpu_place(&plain_units[0]);
+    TEST_OF("unit", test(0));
+    cpu_place(&plain_units[1]);
+    TEST_OF("unit", test(all));
+    if (upi_bf16_here() != NULL) cpu_place(upi_bf16_here());
+    if (upi_bf16_here() != NULL) TEST_OF("unit", test(1));
     return 1;
 }
 

@@ -9,18 +9,30 @@
 
     sys.exit(run_tests('train', test_flags))
 
-Each assertion counts, and one that fails says its line and goes on; where the rest of a test would have nothing to look at,
-`needed` ends it.
+UPIPE_TEST=flags runs test_flags alone; it takes several names with commas between them. The exit status is 2 if one is
+no test's. Each assertion counts, and one that fails says its line and goes on; where the rest of a test would have
+nothing to look at, `needed` ends it.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 
 COUNTS = {'checks': 0, 'failed': 0}
+MOST_SHOWN = 10
+TESTS = {}  # their names in order
+
+
+def name_of(test):
+    return re.sub('^(test|check)_', '', test)
+
+
+STARTED = os.getpid()  # a child that a test forks does not know the tests after it
+ASKED = [name_of(name) for name in os.environ.get('UPIPE_TEST', '').split(',') if name]
 
 
 class Ended(Exception):
@@ -31,6 +43,7 @@ def check(ok, sentence):
     COUNTS['checks'] += 1
     if not ok:
         COUNTS['failed'] += 1
+    if not ok and COUNTS['failed'] <= MOST_SHOWN:
         caller = sys._getframe(1)
         while os.path.dirname(caller.f_code.co_filename) == os.path.dirname(__file__):  # the test's own line
             caller = caller.f_back
@@ -99,7 +112,7 @@ def draws(part):
     while done < least or time.monotonic() - began < budget:
         failed = COUNTS['failed']
         yield seed + done
-        if COUNTS['failed'] > failed:
+        if COUNTS['failed'] > failed and failed < MOST_SHOWN:
             print(f'replay: UPIPE_SEED={seed + done} UPIPE_DRAWS=1', file=sys.stderr)
         done += 1
     print(f'reached: {done} draws from seed {seed} in {time.monotonic() - began:.0f} s')
@@ -111,8 +124,21 @@ def other_python(*places):
     tried = os.environ.get('UPIPE_PYTHONS_TRIED', '').split(':')
     for place in (*places, '/usr/bin/python3'):
         if os.path.exists(place) and place not in tried:
-            os.environ['UPIPE_PYTHONS_TRIED'] = ':'.join([*tried, place])
+            os.environ |= {'UPIPE_PYTHONS_TRIED': ':'.join([*tried, place]), 'UPIPE_TEST': ','.join(ASKED)}
             os.execv(place, [place, *sys.argv])
+
+
+def run_test(test, *arguments, **named):
+    """Calls it, if it is asked for. What it starts has tests of other names."""
+    name = name_of(test.__name__)
+    TESTS[name] = True
+    if ASKED and name not in ASKED:
+        return
+    os.environ.pop('UPIPE_TEST', None)
+    try:
+        test(*arguments, **named)
+    except Ended:
+        pass
 
 
 def run_tests(name, *tests):
@@ -126,10 +152,7 @@ def run_tests(name, *tests):
         began, spent = time.monotonic(), used()
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
-            try:
-                test(folder)
-            except Ended:
-                pass
+            run_test(test, folder)
             os.chdir('/')
         if 'TEST_TIMES' in os.environ:
             print(f'{test.__name__}: {time.monotonic() - began:.1f} s, of processors {used() - spent:.1f} s', flush=True)
@@ -137,6 +160,14 @@ def run_tests(name, *tests):
 
 
 def end(name):
-    """The last line, and the exit status: 1 if a check failed, or if there was none."""
+    """The last line, and the exit status: 1 if a check failed, or if there was none; 2 if a name is no test's."""
+    if COUNTS['failed'] > MOST_SHOWN:
+        print(f'{COUNTS["failed"] - MOST_SHOWN} more failures are not shown', file=sys.stderr)
+    unknown = [one for one in ASKED if one not in TESTS and os.getpid() == STARTED]
+    if unknown:
+        print(f'no test is named {", ".join(unknown)}\nthe tests are: {" ".join(TESTS)}', file=sys.stderr)
+        return 2
+    if ASKED:
+        print(f'chosen: {",".join(ASKED)}')
     print(f'{name}: {COUNTS["checks"]} checks, {COUNTS["failed"]} failed')
     return 1 if COUNTS['failed'] or not COUNTS['checks'] else 0

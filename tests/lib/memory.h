@@ -6,7 +6,7 @@
  *
  * Each buffer is an allocation of its own, so that the sanitizer sees its end. All are on one list, which threads may
  * extend at the same time: `const int mark = buffers_n;` before, `buffers_free(mark);` after, when no thread runs. TEST
- * calls a test and frees what it has made.
+ * of test.h also frees what the test has made.
  */
 #ifndef UPIPE_TEST_MEMORY_H
 #define UPIPE_TEST_MEMORY_H
@@ -14,6 +14,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "test.h"
 
 static void **buffer_list;
 static int buffers_n, buffers_max, buffers_lock;
@@ -72,10 +74,13 @@ static inline float *floats(int64_t n)
     return (float *)zeroed((size_t)n * sizeof(float));
 }
 
-#define TEST(test)       \
-    do {                 \
-        test;            \
-        buffers_free(0); \
+/* TEST of test.h, which frees what the test has made. */
+#undef TEST_OF
+#define TEST_OF(name, call)          \
+    do {                             \
+        const int made_ = buffers_n; \
+        if (test_wanted(name)) call; \
+        buffers_free(made_);         \
     } while (0)
 
 #endif

@@ -295,6 +295,7 @@ static inline upipe_status run_body(void *user, int rank)
     float *grads[RUN_GRADS];
     upipe_status status;
     upipe_ctx c = {0};
+    test_rank = rank;
     for (int j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
     context_pool(&c, &mem, &s->ops, slab_bytes, own->blocks_max);
     mem.guard = s->test->guard;
@@ -437,6 +438,10 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     *r = (run_result){0};
     f32_block_make(shape, &r->out);
     mark = buffers_n;
+    test_at("S %lld C %d R %d/%d %s mode %d H %d/%d U %d %s%s%s", (long long)shape->tokens, test->ranks,
+            test->ring, test->inner, upipe_layout_name(test->layout), (int)test->ring_mode, shape->h,
+            shape->hkv, test->chunk, upipe_dtype_name(shape->dtype), test->overlap ? " overlap" : "",
+            test->ring_first ? " ring first" : "");
     u.s = s = (run_state *)zeroed(sizeof *s);
     g = &s->grid;
     *s = (run_state){.test = test, .in = in, .r = r, .ops = cpu_table()};

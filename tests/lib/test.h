@@ -1,8 +1,16 @@
-/* test.h -- what every test program uses: checks that print both values, a seeded generator, a verdict
+/* test.h -- what every test program uses: checks that print both values, tests by name, a seeded generator, a verdict
  *
- * A program's main ends with `return test_end("name");`, which prints the number of checks and is non-zero if
- * one failed or none ran. Checks go on after a failure. Random tests take their seed and count from the
- * environment, and print a line that replays a failing draw:
+ *     int main(int argc, char **argv)
+ *     {
+ *         test_begin(argc, argv);
+ *         TEST(test_counts());
+ *         return test_end("mem");
+ *     }
+ *
+ * `test_mem counts` runs test_counts alone, and so does UPIPE_TEST=counts, which takes several with commas between them
+ * and is for programs that have arguments of their own. test_end prints the number of checks and is non-zero if one
+ * failed or none ran, 2 if a name is no test's. Checks go on after a failure; test_failed is where a debugger stops at
+ * each. Random tests take their seed and count from the environment, and print a line that replays a failing draw:
  *   UPIPE_SEED       draw i has the seed UPIPE_SEED + i (1)
  *   UPIPE_DRAWS      so many draws exactly; without it
  *   UPIPE_DRAWS_MIN  so many at the least (200), and
@@ -22,7 +30,17 @@
 
 static long test_checks, test_failures;
 
-#define TEST_MAX_SHOWN 20
+enum { TEST_MAX_SHOWN = 10, TEST_MAX_TESTS = 64 };
+
+/* The tests of a main in order, a name once; before the first of them there is the main itself. */
+static struct {
+    const char *name;
+    int length;
+    long failed;
+} test_list[TEST_MAX_TESTS + 1] = {{"main", 4, 0}};
+static int test_listed = 1, test_now;
+static char test_spot[200];
+static __thread int test_rank = -1;
 
 /* Where every instruction is watched or emulated, a long test runs less of the same. */
 #ifdef BRIEF_TESTS
@@ -31,17 +49,43 @@ enum { BRIEF = 1 };
 enum { BRIEF = 0 };
 #endif
 
+/* Every failure comes here: `break test_failed` in gdb, then `up`. */
+__attribute__((unused, noinline)) static void test_failed(const char *file, int line, const char *text)
+{
+    __atomic_fetch_add(&test_list[test_now].failed, 1, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&test_failures, 1, __ATOMIC_RELAXED) <= TEST_MAX_SHOWN)
+        fprintf(stderr, test_rank < 0 ? "%s:%d: %s%s%s\n" : "%s:%d: %s%s%s, rank %d\n", file, line, text,
+                test_spot[0] ? "; " : "", test_spot, test_rank);
+}
+
+/* Where the checks are that follow, up to the next place or test: indices that their sentences do not have. The main thread
+ * says so; a rank's thread says test_rank. */
+__attribute__((unused, format(printf, 1, 2))) static void test_at(const char *format, ...)
+{
+    va_list args;
+    test_rank = -1;
+    va_start(args, format);
+    vsnprintf(test_spot, sizeof test_spot, format, args);
+    va_end(args);
+}
+
+/* Has one failed since there were so many failures, and was it shown? */
+__attribute__((unused)) static int test_shown_since(long failed)
+{
+    return test_failures > failed && failed < TEST_MAX_SHOWN;
+}
+
 __attribute__((unused, format(printf, 4, 5))) static int test_check(int ok, const char *file, int line,
                                                                     const char *format, ...)
 {
     __atomic_fetch_add(&test_checks, 1, __ATOMIC_RELAXED);
-    if (!ok && __atomic_add_fetch(&test_failures, 1, __ATOMIC_RELAXED) <= TEST_MAX_SHOWN) {
+    if (!ok) {
         va_list args;
         char text[1024];
         va_start(args, format);
         vsnprintf(text, sizeof text, format, args);
         va_end(args);
-        fprintf(stderr, "%s:%d: %s\n", file, line, text);
+        test_failed(file, line, text);
     }
     return ok;
 }
@@ -75,8 +119,93 @@ __attribute__((unused, format(printf, 4, 5))) static int test_check(int ok, cons
     test_check(memcmp((got), (want), (size_t)(bytes)) == 0, __FILE__, __LINE__, "%s differs from %s", #got, \
                #want)
 
+/* The next name of "counts,test_marks", or that of a call, without test_ and check_; NULL at the end. */
+static const char *test_name(const char **list, int *length)
+{
+    const char *s = *list + strspn(*list, ",");
+    s += strncmp(s, "test_", 5) == 0 ? 5 : strncmp(s, "check_", 6) == 0 ? 6 : 0;
+    *length = (int)strcspn(s, ",(");
+    *list = s + strcspn(s, ",");
+    return *s != 0 ? s : NULL;
+}
+
+static int test_same_name(const char *one, int length, const char *other, int others)
+{
+    return length == others && strncmp(one, other, (size_t)length) == 0;
+}
+
+/* What is asked for; NULL for everything. */
+static const char *test_asked(void)
+{
+    const char *asked = getenv("UPIPE_TEST");
+    return asked != NULL && *asked ? asked : NULL;
+}
+
+/* A test begins, if it is asked for. */
+__attribute__((unused)) static int test_wanted(const char *call)
+{
+    const char *asked = test_asked(), *word, *name;
+    int length, n;
+    test_spot[0] = 0;
+    test_rank = -1;
+    name = test_name(&call, &length);
+    for (test_now = 1; test_now < test_listed; ++test_now)
+        if (test_same_name(test_list[test_now].name, test_list[test_now].length, name, length)) break;
+    if (test_now > TEST_MAX_TESTS) abort();
+    if (test_now == test_listed) {
+        test_list[test_listed].name = name;
+        test_list[test_listed++].length = length;
+    }
+    if (asked == NULL) return 1;
+    while ((word = test_name(&asked, &n)) != NULL)
+        if (test_same_name(word, n, name, length)) return 1;
+    return 0;
+}
+
+/* A test is a call, and has the name of its function, or another. */
+#define TEST(call) TEST_OF(#call, call)
+#define TEST_OF(name, call)          \
+    do {                             \
+        if (test_wanted(name)) call; \
+    } while (0)
+
+/* Arguments are names of tests. */
+__attribute__((unused)) static void test_begin(int argc, char **argv)
+{
+    char names[1024] = "";
+    size_t n = 0;
+    for (int i = 1; i < argc && n < sizeof names; ++i)
+        n += (size_t)snprintf(names + n, sizeof names - n, "%s%s", i > 1 ? "," : "", argv[i]);
+    if (argc > 1) setenv("UPIPE_TEST", names, 1);
+}
+
+/* Is a name that was asked for no test's? Says which there are. */
+static int test_unknown(void)
+{
+    const char *asked = test_asked(), *word;
+    int n, i, unknown = 0;
+    while (asked != NULL && (word = test_name(&asked, &n)) != NULL) {
+        for (i = 1; i < test_listed; ++i)
+            if (test_same_name(word, n, test_list[i].name, test_list[i].length)) break;
+        if (i == test_listed) unknown = fprintf(stderr, "no test is named %.*s\n", n, word);
+    }
+    if (unknown) fprintf(stderr, "the tests are:");
+    for (i = 1; i < test_listed && unknown; ++i)
+        fprintf(stderr, " %.*s", test_list[i].length, test_list[i].name);
+    if (unknown) fprintf(stderr, "\n");
+    return unknown != 0;
+}
+
 __attribute__((unused)) static int test_end(const char *name)
 {
+    if (test_failures > TEST_MAX_SHOWN)
+        fprintf(stderr, "%ld more failures are not shown\n", test_failures - TEST_MAX_SHOWN);
+    for (int i = 0; i < test_listed; ++i)
+        if (test_list[i].failed > 0)
+            fprintf(stderr, "failed: %.*s, %ld times\n", test_list[i].length, test_list[i].name,
+                    test_list[i].failed);
+    if (test_unknown()) return 2;
+    if (test_asked() != NULL) printf("chosen: %s\n", test_asked());
     printf("%s: %ld checks, %ld failed\n", name, test_checks, test_failures);
     return test_failures != 0 || test_checks == 0;
 }

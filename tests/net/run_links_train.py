@@ -16,7 +16,7 @@ import time
 
 from run_links import RANKS, Link, open_link, sayings, two_sides
 from run_mpi import Job, alive, is_open_mpi, newest, user_launcher
-from checks import check, end, load, read, run_command, wait_for
+from checks import check, end, load, read, run_command, run_test, wait_for
 
 TRAIN, MPIRUN, TRAIN_MPI = [os.path.abspath(word) for word in sys.argv[1:4]] + [None] * (4 - len(sys.argv))
 MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128 --sample 0'.split()
@@ -136,11 +136,11 @@ def main():
     link = Link()
     try:
         open_link(link)
-        test_transport(link, over_tcp, 0.01)
+        run_test(test_transport, link, over_tcp, 0.01)
         for after in 0, 0.01:
-            test_cut_meeting(link, after)
+            run_test(test_cut_meeting, link, after)
         if MPIRUN and is_open_mpi(MPIRUN):
-            test_transport(link, over_mpi, 0.0)
+            run_test(test_transport, link, over_mpi, 0.0)
     finally:
         link.close()
     return end('links_train')

@@ -15,7 +15,7 @@ import tempfile
 import time
 
 from run_mpi import RANK, SECONDS, all_gone, command, is_open_mpi, own, rank_one
-from checks import check, end, load, run_command, tree, write
+from checks import check, end, load, run_command, run_test, tree, write
 
 MPIRUN = sys.argv[1]
 COMPARE, COMPARE_MPI = (os.path.abspath(path) for path in sys.argv[2:4])
@@ -123,18 +123,18 @@ def test_lost(folder, what):
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        test_same(folder, 4, ['upipe', 'ulysses', 'ring', 'usp', 'fpdt'], '--sinks')
-        test_same(folder, 2, ['ulysses', 'upipe', 'zigzag', 'upipe-fpdt'], '--dtype', 'bf16', '--layers', '3')
-        test_voice(folder)
+        run_test(test_same, folder, 4, ['upipe', 'ulysses', 'ring', 'usp', 'fpdt'], '--sinks')
+        run_test(test_same, folder, 2, ['ulysses', 'upipe', 'zigzag', 'upipe-fpdt'], '--dtype', 'bf16', '--layers', '3')
+        run_test(test_voice, folder)
         if FULL:
-            test_same(folder, 4, EVERY, '--window', '70', '--rope')
-            test_same(folder, 4, ['upipe', 'fpdt'], '--overlap')
-            test_same(folder, 8, ['ulysses', 'upipe', 'double-ring', *RINGS], '--inner', '4', '--ring', '2')
-            test_same(folder, 3, ['ulysses', 'stripe', 'upipe'], '--offload', '--layers', '2')
-            test_same(folder, 1, ['ulysses', 'ring', 'fpdt'])
+            run_test(test_same, folder, 4, EVERY, '--window', '70', '--rope')
+            run_test(test_same, folder, 4, ['upipe', 'fpdt'], '--overlap')
+            run_test(test_same, folder, 8, ['ulysses', 'upipe', 'double-ring', *RINGS], '--inner', '4', '--ring', '2')
+            run_test(test_same, folder, 3, ['ulysses', 'stripe', 'upipe'], '--offload', '--layers', '2')
+            run_test(test_same, folder, 1, ['ulysses', 'ring', 'fpdt'])
             # launchers of others end a job as they like when a rank dies
             for what in (signal.SIGKILL, signal.SIGSTOP) if is_open_mpi(MPIRUN) else ():
-                test_lost(folder, what)
+                run_test(test_lost, folder, what)
     return end('compare_mpi')
 
 

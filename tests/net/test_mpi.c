@@ -940,7 +940,7 @@ int main(int argc, char **argv)
         MPI_Comm comms[RANKS_MAX]; /* made while all live: comms[i] lacks the last i ranks */
         for (i = 0; ranks - i >= 2; ++i)
             MPI_Comm_split(MPI_COMM_WORLD, rank < ranks - i ? 0 : MPI_UNDEFINED, rank, &comms[i]);
-        for (i = 0; ranks - i >= 2; ++i) test_kill(comms[i], i % DEATHS);
+        for (i = 0; ranks - i >= 2; ++i) TEST(test_kill(comms[i], i % DEATHS));
         i = test_end(name);
         fflush(stdout);
         _exit(i); /* MPI_Finalize would wait for the dead */
@@ -948,35 +948,35 @@ int main(int argc, char **argv)
     if (strcmp(what, "endure") == 0) {
         MPI_Comm mpi;
         MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
-        test_kill(mpi, ENDURE);
+        TEST(test_kill(mpi, ENDURE));
         i = test_end(name);
         fflush(stdout);
         test_nap(5); /* an MPI library may end a late rank when its peers have left */
         _exit(i);
     }
-    test_init();
-    test_host(ranks - 1);
-    test_shift();
-    test_meet();
+    TEST(test_init());
+    TEST(test_host(ranks - 1));
+    TEST(test_shift());
+    TEST(test_meet());
     TEST(test_random(UPIPE_MPI_FRAGMENT));
     TEST(test_random(100));
     TEST(test_large(UPIPE_MPI_FRAGMENT));
     TEST(test_large(30000));
     if (ranks > 1 && strcmp(what, "data") != 0) {
-        for (i = 0; i < 6; ++i) test_agree(i % ranks, i % 3);
-        for (i = 0; i < AT_COUNT; ++i) test_absent(i % ranks, i);
+        for (i = 0; i < 6; ++i) TEST(test_agree(i % ranks, i % 3));
+        for (i = 0; i < AT_COUNT; ++i) TEST(test_absent(i % ranks, i));
         TEST(test_quarantine());
-        for (i = 0; i < MISMATCHES; ++i) test_mismatch((i + 1) % ranks, i);
-        test_stranger();
-        for (i = 0; i < 2 * ABORTS; ++i) test_abort_call(i / 2 % ranks, i % ABORTS);
-        for (i = 0; i < 2; ++i) test_late_header(i);
+        for (i = 0; i < MISMATCHES; ++i) TEST(test_mismatch((i + 1) % ranks, i));
+        TEST(test_stranger());
+        for (i = 0; i < 2 * ABORTS; ++i) TEST(test_abort_call(i / 2 % ranks, i % ABORTS));
+        for (i = 0; i < 2; ++i) TEST(test_late_header(i));
         for (i = 0; i < 2; ++i) TEST(test_late_data(i));
-        test_no_data(0);
-        for (i = 0; i < 2; ++i) test_late_free(i * (ranks - 1));
-        test_early_free(ranks - 1);
+        TEST(test_no_data(0));
+        for (i = 0; i < 2; ++i) TEST(test_late_free(i * (ranks - 1)));
+        TEST(test_early_free(ranks - 1));
     }
     if (ranks >= 4)
-        for (i = 0; i < 2; ++i) test_lost(3 * i, i);
+        for (i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));
     if (ranks == 2 || ranks == 4)
         for (i = 0; i < 8; ++i) TEST(test_layer(i & 1, i >> 1 & 1, i >> 2));
     if (ranks == 4)

@@ -901,9 +901,9 @@ static void test_team(crew *all)
 int main(int argc, char **argv)
 {
     crew *all = &the_crew;
-    test_bytes(argc - 1, argv + 1);
-    test_all_to_all_list();
-    test_board();
+    TEST(test_bytes(argc - 1, argv + 1));
+    TEST(test_all_to_all_list());
+    TEST(test_board());
     for (int seed = 0; seed < 4; ++seed) {
         fake_seed((uint64_t)seed);
         fake_eager(seed == 3);
@@ -911,15 +911,15 @@ int main(int argc, char **argv)
         all->ahead = seed != 1;
         all->grouped = seed == 2;
         all->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)seed;
-        test_init();
-        test_alone();
-        test_team(all);
-        test_ahead(all);
-        if (!all->grouped) test_engines(all);
+        TEST(test_init());
+        TEST(test_alone());
+        TEST(test_team(all));
+        TEST(test_ahead(all));
+        if (!all->grouped) TEST(test_engines(all));
         all->zero_sm = ASKED;
         all->per_call = seed % 2 == 0;
         fake_nccl_version(-1, all->per_call ? 0 : 22809);
-        test_team(all);
+        TEST(test_team(all));
         fake_nccl_version(-1, 0);
         all->per_call = 0;
         all->zero_sm = PLAIN;

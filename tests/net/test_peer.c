@@ -520,11 +520,12 @@ static void test_place(void)
     CHECK(upi_peer_place(&m, &s, &at) != 0);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const int teams[] = {1, 2, 3, 8};
     crew *all = &the_crew;
-    test_place();
+    test_begin(argc, argv);
+    TEST(test_place());
     for (int seed = 0; seed < 6; ++seed) {
         fake_seed((uint64_t)seed);
         fake_eager(seed == 5);
@@ -532,24 +533,24 @@ int main(void)
         all->shared = seed % 3 == 2;
         all->ahead = seed == 2 || seed == 3;
         all->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)seed;
-        test_desc();
+        TEST(test_desc());
         for (int i = 0; i < 4; ++i) {
-            crew_good(all, teams[i], all_body);
-            crew_good(all, teams[i], shift_body);
-            crew_good(all, teams[i], meet_body);
-            crew_good(all, teams[i], random_body);
-            crew_good(all, teams[i], repeat_body);
+            TEST_OF("all", crew_good(all, teams[i], all_body));
+            TEST_OF("shift", crew_good(all, teams[i], shift_body));
+            TEST_OF("meet", crew_good(all, teams[i], meet_body));
+            TEST_OF("random", crew_good(all, teams[i], random_body));
+            TEST_OF("repeat", crew_good(all, teams[i], repeat_body));
         }
-        if (all->ahead) crew_good(all, 3, ahead_body);
-        crew_good(all, 3, refused_body);
-        if (!all->ahead) crew_good(all, 3, beside_body);
-        crew_fails(all, all->ahead ? stalled_before_body : stalled_body, 1, 1);
-        crew_fails(all, absent_body, 1, ABSENCES);
-        crew_fails(all, abort_body, 2, ABORTS);
-        crew_fails(all, mismatch_body, 2, MISMATCHES);
-        test_injected(all, FAKE_ONCE, 40);
-        test_injected(all, FAKE_STICKY, 40);
+        if (all->ahead) TEST_OF("ahead", crew_good(all, 3, ahead_body));
+        TEST_OF("refused", crew_good(all, 3, refused_body));
+        if (!all->ahead) TEST_OF("beside", crew_good(all, 3, beside_body));
+        TEST_OF("stalled", crew_fails(all, all->ahead ? stalled_before_body : stalled_body, 1, 1));
+        TEST_OF("absent", crew_fails(all, absent_body, 1, ABSENCES));
+        TEST_OF("abort", crew_fails(all, abort_body, 2, ABORTS));
+        TEST_OF("mismatch", crew_fails(all, mismatch_body, 2, MISMATCHES));
+        TEST(test_injected(all, FAKE_ONCE, 40));
+        TEST(test_injected(all, FAKE_STICKY, 40));
     }
-    test_refusals(all);
+    TEST(test_refusals(all));
     return test_end("peer");
 }

@@ -10,7 +10,7 @@ import sys
 import tempfile
 
 from run_mpi import RANK, is_open_mpi, launcher
-from checks import check, end, read, run_command, write
+from checks import check, end, read, run_command, run_test, write
 
 RANKS = 4
 # The victim dies in making its inputs: it is a member of the team, and has met the others.
@@ -81,14 +81,14 @@ def main():
     mpirun, program = sys.argv[1], os.path.abspath(sys.argv[2])
     compiler = shlex.split(os.environ.get('CC', 'cc'))
     with tempfile.TemporaryDirectory() as folder:
-        test_result(mpirun, program, folder)
-        test_closed(mpirun, program, folder)
-        test_usage(program)
+        run_test(test_result, mpirun, program, folder)
+        run_test(test_closed, mpirun, program, folder)
+        run_test(test_usage, program)
         if shutil.which(compiler[0]):
             source, library = os.path.join(folder, 'death.c'), os.path.join(folder, 'death.so')
             write(source, DEATH)
             subprocess.run([*compiler, '-shared', '-fPIC', '-fno-builtin', source, '-o', library], check=True)
-            test_death(mpirun, program, folder, 0, library)  # the one that prints the result
+            run_test(test_death, mpirun, program, folder, 0, library)  # the one that prints the result
     return end('processes')
 
 

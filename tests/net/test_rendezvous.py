@@ -24,7 +24,7 @@ import threading
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
-from checks import check, end, wait_for, write  # pylint: disable=wrong-import-position
+from checks import check, end, run_test, wait_for, write  # pylint: disable=wrong-import-position
 
 TOP = os.path.abspath(sys.argv[1])
 LAUNCHERS = re.compile(r'RANK$|WORLD_SIZE$|MASTER_|OMPI_|PMI|SLURM_|MPI_|TORCHELASTIC|UPIPE_SECRET')
@@ -528,7 +528,7 @@ def main():
         else:
             print('libcrypto is missing: no secrets')
         with concurrent.futures.ThreadPoolExecutor(len(tests)) as pool:  # they wait, most of the time
-            list(pool.map(lambda test: test(), tests))
+            list(pool.map(run_test, tests))
     return end('rendezvous')
 
 

@@ -772,26 +772,27 @@ static void test_lost(int victim, int in_side)
     for (int i = 0; i < 6; ++i) mesh_close(&meshes[i]);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     int i;
-    for (i = 0; i < 2 * DEATHS; ++i) test_death(i % 4, i % DEATHS); /* before there are threads */
-    test_init();
+    test_begin(argc, argv);
+    for (i = 0; i < 2 * DEATHS; ++i) TEST(test_death(i % 4, i % DEATHS)); /* before there are threads */
+    TEST(test_init());
     for (i = 0; i < 2; ++i) {
-        crew_run(1, i, 0, calls_body, -1, 0);
-        crew_run(2 + 3 * i, i, 0, calls_body, -1, 0);
-        crew_run(3 + i, i, 20, random_body, -1, 0);
-        crew_run(4, i, 30, large_body, -1, 0);
+        TEST_OF("calls", crew_run(1, i, 0, calls_body, -1, 0));
+        TEST_OF("calls", crew_run(2 + 3 * i, i, 0, calls_body, -1, 0));
+        TEST_OF("random", crew_run(3 + i, i, 20, random_body, -1, 0));
+        TEST_OF("large", crew_run(4, i, 30, large_body, -1, 0));
     }
-    for (i = 0; i < AT_COUNT; ++i) crew_run(3, i / 2, 20, absent_body, i % 3, i);
-    crew_run(3, 0, 20, chain_body, 0, 0);
-    for (i = 0; i < MISMATCHES; ++i) crew_run(3, i % 2, 20, mismatch_body, i % 3, i);
-    for (i = 0; i < 2 * ABORTS; ++i) crew_run(3, i % 2, 20, abort_body, i % 3, i / 2);
-    for (i = 0; i < 2; ++i) crew_run(3, i, 20, other_thread_body, i, 0);
-    for (i = 0; i < ENDS; ++i) crew_run(3, i % 2, 20, end_body, i % 3, i);
-    crew_run(3, 0, 20, late_free_body, 1, 0);
-    for (i = 0; i < 2; ++i) crew_run(3, i, 20, passed_on_body, 0, i);
-    for (i = 0; i < 2; ++i) test_lost(3 * i, i);
+    for (i = 0; i < AT_COUNT; ++i) TEST_OF("absent", crew_run(3, i / 2, 20, absent_body, i % 3, i));
+    TEST_OF("chain", crew_run(3, 0, 20, chain_body, 0, 0));
+    for (i = 0; i < MISMATCHES; ++i) TEST_OF("mismatch", crew_run(3, i % 2, 20, mismatch_body, i % 3, i));
+    for (i = 0; i < 2 * ABORTS; ++i) TEST_OF("abort", crew_run(3, i % 2, 20, abort_body, i % 3, i / 2));
+    for (i = 0; i < 2; ++i) TEST_OF("other_thread", crew_run(3, i, 20, other_thread_body, i, 0));
+    for (i = 0; i < ENDS; ++i) TEST_OF("end", crew_run(3, i % 2, 20, end_body, i % 3, i));
+    TEST_OF("late_free", crew_run(3, 0, 20, late_free_body, 1, 0));
+    for (i = 0; i < 2; ++i) TEST_OF("passed_on", crew_run(3, i, 20, passed_on_body, 0, i));
+    for (i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));
     for (i = 0; i < 2; ++i) TEST(test_block(i, 1));
     for (i = 0; i < 2; ++i) TEST(test_block(i, 2));
     return test_end("tcp");

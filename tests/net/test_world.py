@@ -18,7 +18,7 @@ import tempfile
 import time
 
 from run_mpi import RANK, SECONDS, Job, alive, all_gone, command, newest, own, rank_one
-from checks import Ended, check, end, load, needed, read, run_command, tree, wait_for, write
+from checks import check, end, load, needed, read, run_command, run_test, tree, wait_for, write
 from programs import METHODS, npy
 
 MPIRUN = sys.argv[1]
@@ -354,14 +354,13 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         if sys.argv[7] == 'same':
             for test, *case in [*((test_same, *case) for case in (LONG if FULL else SHORT)), (test_voice,), (test_logits,), (test_reads,)]:
-                with contextlib.suppress(Ended):
-                    test(folder, *case)
+                run_test(test, folder, *case)
         else:
             reference = reference_losses(folder)
-            test_signal(folder)
-            test_losses(folder, reference)
+            run_test(test_signal, folder)
+            run_test(test_losses, folder, reference)
             for left in (4, 2) if FULL else ():
-                test_loop(folder, left, reference)
+                run_test(test_loop, folder, left, reference)
     return end(f'world, {sys.argv[7]}')
 
 

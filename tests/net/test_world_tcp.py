@@ -17,7 +17,7 @@ import time
 
 from test_rendezvous import CLEAN, SECRET, free_port
 from run_mpi import alive, newest, own
-from checks import check, end, load, needed, read, run_command, tree, wait_for, write
+from checks import check, end, load, needed, read, run_command, run_test, tree, wait_for, write
 from programs import METHODS, npy
 
 TRAIN, LOGITS, COMPARE = (os.path.abspath(path) for path in sys.argv[1:4])
@@ -179,12 +179,12 @@ def main():
     draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES + (MORE if FULL else []):
-            test_same(folder, *case)
-        test_programs(folder)
-        test_voice(folder)
-        test_lost()
+            run_test(test_same, folder, *case)
+        run_test(test_programs, folder)
+        run_test(test_voice, folder)
+        run_test(test_lost)
         for number in range(10 if FULL else 2):
-            test_loss(folder, number, (signal.SIGKILL, signal.SIGSTOP)[number % 2], draw)
+            run_test(test_loss, folder, number, (signal.SIGKILL, signal.SIGSTOP)[number % 2], draw)
     return end('world_tcp')
 
 

@@ -1215,30 +1215,31 @@ static void test_threads(void)
     for (int i = 0; i < 4; ++i) CHECK(out[i] == want);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     simt_seed = simt_eager = 0; /* every test has its own orders */
-    test_missing_ticket();      /* first: the count of OS threads is read once a process */
-    test_places();
-    test_sums();
-    test_shuffles();
-    test_divergence();
-    test_load_matrices();
-    test_multiply();
-    test_numbers();
-    test_copies();
-    test_shared_races();
-    test_between_blocks();
-    test_mbarriers();
-    test_time();
-    test_boxes();
-    test_bulk_sums();
-    test_box_sums();
-    test_store_matrices();
-    test_products();
-    test_parts_of_blocks();
-    test_addresses();
-    test_launches();
-    test_threads();
+    test_begin(argc, argv);
+    TEST(test_missing_ticket()); /* first: the count of OS threads is read once a process */
+    TEST(test_places());
+    TEST(test_sums());
+    TEST(test_shuffles());
+    TEST(test_divergence());
+    TEST(test_load_matrices());
+    TEST(test_multiply());
+    TEST(test_numbers());
+    TEST(test_copies());
+    TEST(test_shared_races());
+    TEST(test_between_blocks());
+    TEST(test_mbarriers());
+    TEST(test_time());
+    TEST(test_boxes());
+    TEST(test_bulk_sums());
+    TEST(test_box_sums());
+    TEST(test_store_matrices());
+    TEST(test_products());
+    TEST(test_parts_of_blocks());
+    TEST(test_addresses());
+    TEST(test_launches());
+    TEST(test_threads());
     return test_end("simt");
 }
