@@ -22,17 +22,16 @@ int upipe_planted_close(int fd) __asm__("close");
 }
 #endif
 
-#define UPIPE_PLANTED(number) \
-    (upipe_planted == (number) || (upipe_planted < 0 && upipe_planted_here(number)))
+#define UPIPE_PLANTED(number) (upipe_planted == (number) || (upipe_planted < 0 && upipe_planted_here(number)))
 
-__attribute__((unused)) static int upipe_planted; /* the number; 0: none; -1: what is reached is written down */
+__attribute__((
+    unused)) static int upipe_planted; /* the number; 0: none; -1: what is reached is written down */
 
 __attribute__((constructor, unused)) static void upipe_planted_begin(void)
 {
     const char *number = upipe_planted_getenv("UPIPE_PLANTED");
     if (upipe_planted_getenv("UPIPE_PLANTED_REACHED")) upipe_planted = -1;
-    while (number && *number >= '0' && *number <= '9')
-        upipe_planted = 10 * upipe_planted + (*number++ - '0');
+    while (number && *number >= '0' && *number <= '9') upipe_planted = 10 * upipe_planted + (*number++ - '0');
 }
 
 /* Always 0. Lines of all processes are whole, as they are written at once, behind what is there. */
@@ -42,7 +41,7 @@ __attribute__((unused, noinline)) static int upipe_planted_here(int number)
     static char seen[MOST];
     char line[16];
     int n = sizeof line, fd;
-    if (number >= MOST || __atomic_exchange_n(&seen[number], 1, __ATOMIC_RELAXED)) return 0;
+    if (number >= MOST || __atomic_test_and_set(&seen[number], __ATOMIC_RELAXED)) return 0;
     line[--n] = '\n';
     for (; number > 0; number /= 10) line[--n] = (char)('0' + number % 10);
     fd = upipe_planted_open(upipe_planted_getenv("UPIPE_PLANTED_REACHED"), WRITE | APPEND | CLOSE_ON_EXEC);
