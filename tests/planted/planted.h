@@ -24,8 +24,8 @@ int upipe_planted_close(int fd) __asm__("close");
 
 #define UPIPE_PLANTED(number) (upipe_planted == (number) || (upipe_planted < 0 && upipe_planted_here(number)))
 
-__attribute__((
-    unused)) static int upipe_planted; /* the number; 0: none; -1: what is reached is written down */
+/* The number; 0: none; -1: what is reached is written down. */
+__attribute__((unused)) static int upipe_planted;
 
 __attribute__((constructor, unused)) static void upipe_planted_begin(void)
 {

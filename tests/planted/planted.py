@@ -8,6 +8,7 @@ first. A test sees a bug where it fails or hangs. The result is matrix.tsv, a li
 
     planted.py                      every bug, every test that reaches it; hours
     planted.py --first              every bug, up to the first test that sees it
+    planted.py --unseen             those that no test has seen so far
     planted.py --most SECONDS       of each bug tests that take so long together
     planted.py --only pool 'step'   the bugs of a list, or whose text has a word
     planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
@@ -282,7 +283,7 @@ def read_matrix():
             for line in source.read().split('\n')[1:]:
                 if line:
                     area, says, seconds, *tests = line.split('\t')
-                    kept[area, says] = (seconds, tests)
+                    kept[area, says] = ('', []) if seconds == '-' else (seconds, tests)
     except OSError:
         pass
     return kept
@@ -294,7 +295,7 @@ def write_matrix(bugs, kept):
         for bug in bugs:
             if (bug.area, bug.says) in kept:
                 seconds, tests = kept[bug.area, bug.says]
-                out.write('\t'.join([bug.area, bug.says, seconds, *tests]) + '\n')
+                out.write('\t'.join([bug.area, bug.says, seconds or '-', *tests]) + '\n')
 
 
 def page(bugs):
@@ -345,6 +346,7 @@ def main():
     parser = argparse.ArgumentParser(prog='planted.py')
     parser.add_argument('--only', nargs='+', default=[], metavar='WORD')
     parser.add_argument('--tests', nargs='+', metavar='NAME')
+    parser.add_argument('--unseen', action='store_true')
     parser.add_argument('--first', action='store_true')
     parser.add_argument('--most', type=float, default=float('inf'), metavar='SECONDS')
     parser.add_argument('--some', action='store_true')
@@ -368,6 +370,9 @@ def main():
             print(f'{len(bugs)} planted bugs have their place')
             return 0
         chosen = choose(bugs, options.only)
+        if options.unseen:
+            kept = read_matrix()
+            chosen = [bug for bug in chosen if not kept.get((bug.area, bug.says), ('', []))[1]]
         os.makedirs(options.folder, exist_ok=True)
         shop = Shop(options.folder, bugs)
         if options.some:
