@@ -12,7 +12,7 @@ first. A test sees a bug where it fails or hangs. The result is matrix.tsv, a li
     planted.py --most SECONDS       of each bug tests that take so long together
     planted.py --only pool 'step'   the bugs of a list, or whose text has a word
     planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
-    planted.py --check              only whether each bug has its place in the code; compiles nothing
+    planted.py --check              only whether each bug has its place in the code, and the page what is kept
     planted.py --page               prints what docs/testing.md has of matrix.tsv
     planted.py --some               as many as UPIPE_MUTANTS_SECONDS (60) allow, each with the test that saw it first,
                                     in an order that the commit says. Nothing is written
@@ -46,7 +46,7 @@ from tree import list_files  # noqa: E402
 MOST = 1 << 20  # numbers, as in planted.h
 MATRIX = os.path.join(HERE, 'matrix.tsv')
 SUITES = 'compile unit property programs faults net torch'.split()  # the emulator's kernels have a list of their own
-TREE = {'headers', 'layers', 'reach', 'words', 'text', 'api', 'toys'}  # read the tree, which the copy is not
+TREE = {'api', 'headers', 'layers', 'planted', 'reach', 'runner', 'setup', 'text', 'toys', 'words'}  # read the tree, which the copy is not
 PYTHON = '''import os
 SEEN = set()
 
@@ -313,6 +313,27 @@ def page(bugs):
     return '\n'.join(lines)
 
 
+def check(bugs):
+    """Each bug has its place; what is kept is of these bugs; the page has it."""
+    by_file, wrong = {}, []
+    for bug in bugs:
+        by_file.setdefault(bug.file, []).append(bug)
+    for name, here in by_file.items():
+        try:
+            with open(os.path.join(TOP, name), encoding='utf-8') as source:
+                plant(name, source.read(), here)
+        except (OSError, Broken) as broken:
+            wrong.append(str(broken))
+    wrong += [f'{MATRIX}: there is no such bug: {area}: {says}' for area, says in set(read_matrix()) - {(b.area, b.says) for b in bugs}]
+    with open(os.path.join(TOP, 'docs', 'testing.md'), encoding='utf-8') as source:
+        text = source.read()
+    wrong += [f'docs/testing.md lacks a line of planted.py --page: {line}' for line in page(bugs).split('\n') if line not in text]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    print(f'planted: {len(bugs)} bugs in {len(by_file)} files, {len(wrong)} breaches')
+    return 1 if wrong or not bugs else 0
+
+
 def choose(bugs, words):
     return [bug for bug in bugs if not words or any(word == bug.area or word in f'{bug.file} {bug.says}' for word in words)]
 
@@ -361,14 +382,7 @@ def main():
             print(page(bugs))
             return 0
         if options.check:
-            by_file = {}
-            for bug in bugs:
-                by_file.setdefault(bug.file, []).append(bug)
-            for name, here in by_file.items():
-                with open(os.path.join(TOP, name), encoding='utf-8') as source:
-                    plant(name, source.read(), here)
-            print(f'{len(bugs)} planted bugs have their place')
-            return 0
+            return check(bugs)
         chosen = choose(bugs, options.only)
         if options.unseen:
             kept = read_matrix()
