@@ -108,7 +108,7 @@ def test_method(folder):
 
 def checked(source, calls, variables, *flags):
     """Runs some of the checks of a test, by what its main calls."""
-    write('some.c', f'#define main all_of_them\n#include "{source}"\n#undef main\nint main(void)\n{{\n{calls}\n}}\n')
+    write('some.c', f'#define main all_of_them\n#include "{source}"\n#undef main\nint main(int argc, char **argv)\n{{\n{calls}\n}}\n')
     compiled('some', 'some.c', '-I', 'tests', *flags)
     done = run_command(['./some'], variables=variables)
     check(done.returncode == 0 and ', 0 failed' in done.stdout, f'{source}: {done.returncode}: {done.stdout}{done.stderr}')
@@ -128,8 +128,8 @@ def test_mask(folder):
     return test_end("masks");""", {}, '-DUPIPE_CPU_SCALAR', '-include', 'upipe/cuda/upipe_cuda_bytes.h')
     checked('tests/test_plan.c', 'test_rings(); return test_end("plan");', {}, *table)
     checked('tests/test_dry.c', 'test_pairs(); return test_end("dry");', {'UPIPE_DRAWS': 2000}, *table)
-    checked('tests/test_mistakes.c', 'return all_of_them();', {}, *table)
-    checked('tests/test_property.c', 'return all_of_them();', {'UPIPE_DRAWS': 8, 'UPIPE_SEED': 1}, *table)
+    checked('tests/test_mistakes.c', 'return all_of_them(argc, argv);', {}, *table)
+    checked('tests/test_property.c', 'return all_of_them(argc, argv);', {'UPIPE_DRAWS': 8, 'UPIPE_SEED': 1}, *table)
 
 
 if __name__ == '__main__':
