@@ -612,7 +612,7 @@ def test_lora(folder):
     """Gradients of adapters are those of the merged matrices, in all that is trained, multiplied with the other one."""
     few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, 'data': 'window', **EVEN}
     alpha, rank = 6, 4
-    write('window', read(BOOK)[:49]) # each step has the same tokens
+    write('window', read(BOOK)[:49]) # each micro-batch has the same tokens
 
     def stored(folder, step, name):
         return floats(f'{folder}/checkpoint-{step}/{name}.safetensors')
@@ -620,7 +620,7 @@ def test_lora(folder):
     quiet(given(**few, steps=0, save='base'), folder, 'the base')
     loaded = {**{key: few[key] for key in ('tokens', 'clip', 'data')}, **EVEN, 'layers': None}
     lora = {**loaded, 'lora': f'{rank}:{alpha}:q,k,v,o,gate,up,down'}
-    one = good(folder, 'adapters', **lora, load='base', steps=2, save='lora', save_every=1, keep=2)
+    one = good(folder, 'adapters', **lora, load='base', steps=2, accumulate=2, save='lora', save_every=1, keep=2)
     whole = good(folder, 'without adapters', **loaded, load='base', steps=1)
     equal(one['loss'][0], whole['loss'][0], 'adapters: the first loss')
     base, first = stored('base', 0, 'model'), stored('lora', 1, 'model')
