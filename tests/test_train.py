@@ -1548,6 +1548,7 @@ def test_updates(folder):
         ('replicas', 1, {'ranks': 4, 'replicas': 2, 'zero': 3}, [{'zero': 0}]),
         ('bf16', 1, {'dtype': 'bf16'}, [{'zero': 3, **away}]),
         ('adapters', 0.01, {'lora': '2', 'clip': 0.01}, [{'zero': 3}]),
+        ('more than 2^20 of a unit', 1, {'vocab': 40000, 'ranks': 1}, []),
     ]:
         model = {'layers': 1, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'attention_bias': 'qkv', **flags}
         quiet(given(**model, steps=0, save=what), folder, what)
