@@ -1548,7 +1548,7 @@ def test_updates(folder):
         ('replicas', 1, {'ranks': 4, 'replicas': 2, 'zero': 3}, [{'zero': 0}]),
         ('bf16', 1, {'dtype': 'bf16'}, [{'zero': 3, **away}]),
         ('adapters', 0.01, {'lora': '2', 'clip': 0.01}, [{'zero': 3}]),
-        ('more than 2^20 of a unit', 1, {'vocab': 40000, 'ranks': 1}, []),
+        ('more than 2^20 of a unit', 1, {'vocab': 40000, 'ranks': 1}, [{'zero': 2, **away}]),
     ]:
         model = {'layers': 1, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'attention_bias': 'qkv', **flags}
         quiet(given(**model, steps=0, save=what), folder, what)
@@ -1989,7 +1989,7 @@ def test_sample(folder):
     flags = {'sample': 20, 'temperature': 0, 'prompt': prompt, 'steps': 3, 'ranks': 4}
     plain = {'sample': 0, 'prompt': None, 'temperature': None}
     outs = [run(given(**{**flags, **more}), folder) for more in
-            ({}, {}, {'method': 'ulysses'}, {'temperature': 0.9}, {'temperature': 0.9}, plain)]
+            ({}, {'temperature': 1e-4}, {'method': 'ulysses'}, {'temperature': 0.9}, {'temperature': 0.9}, plain)]
     equal([out.returncode for out in outs], [0] * 6, 'samples: status')
     texts = [out.stdout[out.stdout.find(prompt):] if prompt in out.stdout else '' for out in outs]
     check(all(len(text) > len(prompt) + 20 for text in texts[:5]), f'samples: {texts}')
