@@ -1851,11 +1851,11 @@ def test_not_finite(folder):
     shutil.rmtree('nan')
     # Too large a rate: what had been saved before stays, and so does the last state with a finite loss.
     for ranks in (2, 4):
-        done = failed(folder, given(steps=60, lr=1000, clip=0, save='out', save_every=3, json='x.json', ranks=ranks,
+        done = failed(folder, given(steps=60, lr=1000, clip=0, save='out', save_every=4, json='x.json', ranks=ranks,
                                     sample=3, deadline=60), 1, [r'step \d+:'], 'too large a rate', kept=False)
         last = int((re.search(r'step (\d+):', done.stderr) or [0, 0])[1]) - 1
         needed(last > 1, f'too large a rate: {done.stderr}')
-        equal(sorted(os.listdir('out')), sorted({f'checkpoint-{n}' for n in (last, last // 3 * 3) if n}),
+        equal(sorted(os.listdir('out')), sorted({f'checkpoint-{n}' for n in (last, last // 4 * 4) if n}),
               'too large a rate: checkpoints')
         equal(len(numbers_of(folder, 'x.json')['loss']), last, 'too large a rate: losses')
         failed(folder, given(steps=60, lr=1000, clip=0, resume='out', ranks=ranks), 1, [f'step {last + 1}:'],
