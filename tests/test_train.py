@@ -1604,6 +1604,14 @@ def test_eval(folder):
     failed(folder, given(**{**few, 'eval': 'own', 'json': 'own'}), 1, ['own', 'replace the file of --eval'])
 
 
+def test_order(folder):
+    """Each epoch has every window once, in an order of its own."""
+    write('short', read(BOOK)[:8 * 64 + 1])
+    loss = good(folder, 'two epochs', data='short', layers=1, steps=16, lr=0, min_lr=0)['loss']
+    equal((sorted(loss[8:]), len(set(loss))), (sorted(loss[:8]), 8), 'two epochs: each window once')
+    check(loss[8:] != loss[:8], f'two epochs have one order: {loss}')
+
+
 def test_refusals(folder):
     outputs = {'json': 'numbers.json', 'trace': 'trace.json', 'save': 'save'}
     write('empty', b'')
@@ -2027,7 +2035,7 @@ def test_sample(folder):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_refusals, test_numbers, test_bits, test_methods,
+    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_order, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
                        test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
