@@ -28,8 +28,8 @@ except ImportError:
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, flags_of, heed_signals, limit_files, npy, refused,  # pylint: disable=wrong-import-position
-                      replay, safetensors, sentences, watched, words_of)
+from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, npy,  # pylint: disable=wrong-import-position
+                      refused, replay, safetensors, sentences, watched, words_of)
 
 TRAIN, LOGITS = (os.path.abspath(path) for path in sys.argv[1:3])
 ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'eval', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
@@ -1197,6 +1197,22 @@ def test_qwen2(folder):
         failed(folder, words_of({'load': name, 'ids': 'ids.npy', 'out': 'bad.npy'}), 1, said, program=LOGITS)
 
 
+def test_soft_cap(folder):
+    """Logits of a Gemma2 have the soft-cap that its loss has."""
+    config = load(os.path.join(TOP, 'tests', 'golden', 'families.json'))['gemma2']['config']
+    shapes = tensors_wanted({'model_dim': 32, 'ff_dim': 40, 'vocab': 24, 'head_dim': 32, 'heads': 4, 'kv_heads': 2, 'layers': 2,
+                             'qk_norm': False, 'untied': False, 'attention_bias': 'none'})
+    shapes |= {f'model.layers.{layer}.{which}_feedforward_layernorm.weight': [32] for layer in (0, 1) for which in ('pre', 'post')}
+    draw = random.Random(7)
+    write_qwen2('gemma', config, {name: (shape, [draw.gauss(0, 0.5) for _ in range(math.prod(shape))]) for name, shape in shapes.items()})
+    ids = [draw.randrange(24) for _ in range(17)]
+    write('window.npy', npy(ids))
+    write('ids.npy', npy(ids[:16]))
+    quiet(given(load='gemma', tokens_file='window.npy', tokens=16, steps=1, json='numbers.json'), folder, 'a soft-cap')
+    quiet(words_of({'load': 'gemma', 'ids': 'ids.npy', 'out': 'out.npy', 'ranks': 2}), folder, 'logits with a soft-cap', LOGITS)
+    near([cross_entropy('out.npy', ids[1:], 24)], numbers_of(folder)['loss'], 1e-5, 'the loss by the logits with a soft-cap')
+
+
 def test_padding(folder):
     """The row of pad_token_id gets no gradient but a tied head's; nothing else changes by a bit."""
     draw = random.Random(8)
@@ -2037,6 +2053,6 @@ def test_sample(folder):
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_order, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
-                       test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
+                       test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_soft_cap, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))
