@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -32,8 +33,16 @@ static int fault(void)
     return 1;
 }
 
+static __thread ino_t on_disk[2]; /* the last folders whose names this rank has brought to the disk */
+static long early;                /* folders that got their name before */
+
 static int fault_rename(const char *from, const char *to)
 {
+    const size_t n = strlen(from);
+    struct stat s;
+    if (n > 4 && strcmp(from + n - 4, ".tmp") == 0 && stat(from, &s) == 0 && s.st_ino != on_disk[0] &&
+        s.st_ino != on_disk[1])
+        __atomic_add_fetch(&early, 1, __ATOMIC_RELAXED);
     return fault() ? -1 : rename(from, to);
 }
 
@@ -56,6 +65,11 @@ static long fault_spoils; /* the fsync of this number finds that the disk has ch
 
 static int fault_fsync(int fd)
 {
+    struct stat s;
+    if (fstat(fd, &s) == 0 && S_ISDIR(s.st_mode)) {
+        on_disk[0] = on_disk[1];
+        on_disk[1] = s.st_ino;
+    }
     if (fault_spoils > 0 && --fault_spoils == 0 && pwrite(fd, "!", 1, 0) != 1) abort();
     return fault() ? -1 : fsync(fd);
 }
@@ -1040,6 +1054,42 @@ static void test_each_call(void)
     CHECK(old > 0 && fresh > 0);
     truth_free(&t);
     clear(dir);
+}
+
+/* An adapter has its name when all its bytes and names are on the disk: what fails before is said, and leaves nothing. */
+static void test_adapter_calls(void)
+{
+    const llama_lora lora = {2, 1, 3};
+    upipe_threads team;
+    upipe_err err = no_err();
+    llama_layout layout;
+    llama_state s;
+    truth t;
+    long calls = 0, at;
+    truth_make(&t, UPIPE_F32, 0, 0, 11);
+    CHECK_INT(llama_layout_adapted(&layout, &t.layout.config, &lora), 0);
+    llama_state_init(&s, &layout, UPIPE_F32, 1, 0, 1);
+    s.zero[LLAMA_WEIGHTS].weights = calloc((size_t)layout.weights, 4);
+    CHECK_STATUS(upipe_threads_init(&team, 1, 0, &err), UPIPE_OK, err);
+    for (at = 0; at <= calls; ++at) {
+        upipe_ctx c = alone();
+        upipe_status status;
+        c.team = upipe_threads_comm(&team, 0);
+        fault_calls = 0;
+        fault_at = at;
+        status = llama_save_adapter(&c, c.team, dir, &s);
+        fault_at = 0;
+        if (at == 0) calls = fault_calls;
+        CHECK_SAY((status == UPIPE_OK) == (at == 0), "call %ld of %ld: %s", at, calls, c.err.text);
+        CHECK_INT(access(dir, F_OK) == 0, at == 0);
+        CHECK(access(in(folder, "run.tmp"), F_OK) != 0);
+        clear(dir);
+    }
+    CHECK(calls > 8);
+    upipe_threads_free(&team);
+    free(s.zero[LLAMA_WEIGHTS].weights);
+    llama_layout_free(&layout);
+    truth_free(&t);
 }
 
 /* ---- kill -9 ---- */
@@ -2203,7 +2253,9 @@ int main(int argc, char **argv)
     TEST(test_read_back());
     TEST(test_locks());
     TEST(test_each_call());
+    TEST(test_adapter_calls());
     TEST(test_kills());
+    CHECK_INT(early, 0);
     CHECK_INT(rmdir(folder), 0);
     return test_end("checkpoint");
 }

@@ -193,6 +193,7 @@ static void test_formats(void)
 {
     static const int lengths[] = {40, 0, 30, 30}, starts[] = {0, 1, 2, 4};
     static bytes list;
+    char whole[PATH_MAX];
     static const struct {
         const char *descr;
         int width;
@@ -223,11 +224,13 @@ static void test_formats(void)
     same_ids("m.bin", TOKEN_AUTO, 2);
     write_megatron("m", 1, 1, 0, lengths, 4, starts, 4, 0);
     same_ids("m.bin", TOKEN_AUTO, 2);
-    /* shards, one of them empty */
+    /* shards, one of them empty, and one named from the root on */
     write_raw("s0", 0, 40, 2);
     write_raw("s1", 40, 40, 2);
     write_raw("s2", 40, TOKENS, 2);
-    puts_of(&list, "s0\ns1\n\ns2", 9);
+    puts_of(&list, "s0\ns1\n\n", 7);
+    CHECK(realpath(in("s2"), whole) != NULL);
+    puts_of(&list, whole, strlen(whole));
     write_bytes("list", &list);
     same_ids("@list", TOKEN_U16, 0);
 }
@@ -363,6 +366,11 @@ static void test_wrong(void)
     q = request_of("raw", TOKEN_U16);
     refused(&q, "has 101 bytes, which are no tokens of 2 bytes");
     b.n = 0;
+    put_ids(&b, 0, 50, 2);
+    put(&b, 65535, 2);
+    write_bytes("raw", &b);
+    refused(&q, "raw: token 50 is 65535, the vocabulary has 1000");
+    b.n = 0;
     put_ids(&b, 0, 50, 4);
     put(&b, -1, 4);
     put_ids(&b, 51, 60, 4);
@@ -444,7 +452,8 @@ static void test_packed(int by_end, int masked)
     int64_t w, i, k, n, cu[64];
     int32_t inputs[WINDOW], targets[WINDOW];
     write_megatron("p", 8, 2, 0, piece_lengths, PIECES, piece_starts, PIECES + 1, 0);
-    if (by_end) { /* the same ends by a token that is elsewhere none */
+    if (by_end) { /* the same ends by a token that is elsewhere none, in two files */
+        const size_t cut = 60;
         int64_t at = 0;
         b.n = 0;
         put_ids(&b, 0, PACKED, 2);
@@ -452,9 +461,13 @@ static void test_packed(int by_end, int masked)
             at += piece_lengths[i];
             if (at < PACKED) b.at[2 * (at - 1)] = 255;
         }
-        write_bytes("p.bin", &b);
-        unlink(in("p.idx"));
-        q.type = TOKEN_U16;
+        b.n = cut;
+        write_bytes("s0", &b);
+        b.n = 2 * PACKED - cut;
+        memmove(b.at, b.at + cut, b.n);
+        write_bytes("s1", &b);
+        write_text("list", "s0\ns1", 5);
+        q = request_of("@list", TOKEN_U16);
         q.end_token = 255;
     }
     b.n = 0;

@@ -28,8 +28,8 @@ except ImportError:
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, flags_of, heed_signals, limit_files, npy, refused,  # pylint: disable=wrong-import-position
-                      replay, safetensors, sentences, watched, words_of)
+from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, npy,  # pylint: disable=wrong-import-position
+                      refused, replay, safetensors, sentences, watched, words_of)
 
 TRAIN, LOGITS = (os.path.abspath(path) for path in sys.argv[1:3])
 ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'eval', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
@@ -612,7 +612,7 @@ def test_lora(folder):
     """Gradients of adapters are those of the merged matrices, in all that is trained, multiplied with the other one."""
     few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, 'data': 'window', **EVEN}
     alpha, rank = 6, 4
-    write('window', read(BOOK)[:49]) # each step has the same tokens
+    write('window', read(BOOK)[:49]) # each micro-batch has the same tokens
 
     def stored(folder, step, name):
         return floats(f'{folder}/checkpoint-{step}/{name}.safetensors')
@@ -620,7 +620,7 @@ def test_lora(folder):
     quiet(given(**few, steps=0, save='base'), folder, 'the base')
     loaded = {**{key: few[key] for key in ('tokens', 'clip', 'data')}, **EVEN, 'layers': None}
     lora = {**loaded, 'lora': f'{rank}:{alpha}:q,k,v,o,gate,up,down'}
-    one = good(folder, 'adapters', **lora, load='base', steps=2, save='lora', save_every=1, keep=2)
+    one = good(folder, 'adapters', **lora, load='base', steps=2, accumulate=2, save='lora', save_every=1, keep=2)
     whole = good(folder, 'without adapters', **loaded, load='base', steps=1)
     equal(one['loss'][0], whole['loss'][0], 'adapters: the first loss')
     base, first = stored('base', 0, 'model'), stored('lora', 1, 'model')
@@ -1197,6 +1197,22 @@ def test_qwen2(folder):
         failed(folder, words_of({'load': name, 'ids': 'ids.npy', 'out': 'bad.npy'}), 1, said, program=LOGITS)
 
 
+def test_soft_cap(folder):
+    """Logits of a Gemma2 have the soft-cap that its loss has."""
+    config = load(os.path.join(TOP, 'tests', 'golden', 'families.json'))['gemma2']['config']
+    shapes = tensors_wanted({'model_dim': 32, 'ff_dim': 40, 'vocab': 24, 'head_dim': 32, 'heads': 4, 'kv_heads': 2, 'layers': 2,
+                             'qk_norm': False, 'untied': False, 'attention_bias': 'none'})
+    shapes |= {f'model.layers.{layer}.{which}_feedforward_layernorm.weight': [32] for layer in (0, 1) for which in ('pre', 'post')}
+    draw = random.Random(7)
+    write_qwen2('gemma', config, {name: (shape, [draw.gauss(0, 0.5) for _ in range(math.prod(shape))]) for name, shape in shapes.items()})
+    ids = [draw.randrange(24) for _ in range(17)]
+    write('window.npy', npy(ids))
+    write('ids.npy', npy(ids[:16]))
+    quiet(given(load='gemma', tokens_file='window.npy', tokens=16, steps=1, json='numbers.json'), folder, 'a soft-cap')
+    quiet(words_of({'load': 'gemma', 'ids': 'ids.npy', 'out': 'out.npy', 'ranks': 2}), folder, 'logits with a soft-cap', LOGITS)
+    near([cross_entropy('out.npy', ids[1:], 24)], numbers_of(folder)['loss'], 1e-5, 'the loss by the logits with a soft-cap')
+
+
 def test_padding(folder):
     """The row of pad_token_id gets no gradient but a tied head's; nothing else changes by a bit."""
     draw = random.Random(8)
@@ -1548,6 +1564,7 @@ def test_updates(folder):
         ('replicas', 1, {'ranks': 4, 'replicas': 2, 'zero': 3}, [{'zero': 0}]),
         ('bf16', 1, {'dtype': 'bf16'}, [{'zero': 3, **away}]),
         ('adapters', 0.01, {'lora': '2', 'clip': 0.01}, [{'zero': 3}]),
+        ('more than 2^20 of a unit', 1, {'vocab': 40000, 'ranks': 1}, [{'zero': 2, **away}]),
     ]:
         model = {'layers': 1, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'attention_bias': 'qkv', **flags}
         quiet(given(**model, steps=0, save=what), folder, what)
@@ -1601,6 +1618,14 @@ def test_eval(folder):
     failed(folder, given(**{**few, 'eval': 'none'}), 1, ['none', 'No such file'])
     shutil.copy('held', 'own')
     failed(folder, given(**{**few, 'eval': 'own', 'json': 'own'}), 1, ['own', 'replace the file of --eval'])
+
+
+def test_order(folder):
+    """Each epoch has every window once, in an order of its own."""
+    write('short', read(BOOK)[:8 * 64 + 1])
+    loss = good(folder, 'two epochs', data='short', layers=1, steps=16, lr=0, min_lr=0)['loss']
+    equal((sorted(loss[8:]), len(set(loss))), (sorted(loss[:8]), 8), 'two epochs: each window once')
+    check(loss[8:] != loss[:8], f'two epochs have one order: {loss}')
 
 
 def test_refusals(folder):
@@ -1850,11 +1875,11 @@ def test_not_finite(folder):
     shutil.rmtree('nan')
     # Too large a rate: what had been saved before stays, and so does the last state with a finite loss.
     for ranks in (2, 4):
-        done = failed(folder, given(steps=60, lr=1000, clip=0, save='out', save_every=3, json='x.json', ranks=ranks,
+        done = failed(folder, given(steps=60, lr=1000, clip=0, save='out', save_every=4, json='x.json', ranks=ranks,
                                     sample=3, deadline=60), 1, [r'step \d+:'], 'too large a rate', kept=False)
         last = int((re.search(r'step (\d+):', done.stderr) or [0, 0])[1]) - 1
         needed(last > 1, f'too large a rate: {done.stderr}')
-        equal(sorted(os.listdir('out')), sorted({f'checkpoint-{n}' for n in (last, last // 3 * 3) if n}),
+        equal(sorted(os.listdir('out')), sorted({f'checkpoint-{n}' for n in (last, last // 4 * 4) if n}),
               'too large a rate: checkpoints')
         equal(len(numbers_of(folder, 'x.json')['loss']), last, 'too large a rate: losses')
         failed(folder, given(steps=60, lr=1000, clip=0, resume='out', ranks=ranks), 1, [f'step {last + 1}:'],
@@ -1988,7 +2013,7 @@ def test_sample(folder):
     flags = {'sample': 20, 'temperature': 0, 'prompt': prompt, 'steps': 3, 'ranks': 4}
     plain = {'sample': 0, 'prompt': None, 'temperature': None}
     outs = [run(given(**{**flags, **more}), folder) for more in
-            ({}, {}, {'method': 'ulysses'}, {'temperature': 0.9}, {'temperature': 0.9}, plain)]
+            ({}, {'temperature': 1e-4}, {'method': 'ulysses'}, {'temperature': 0.9}, {'temperature': 0.9}, plain)]
     equal([out.returncode for out in outs], [0] * 6, 'samples: status')
     texts = [out.stdout[out.stdout.find(prompt):] if prompt in out.stdout else '' for out in outs]
     check(all(len(text) > len(prompt) + 20 for text in texts[:5]), f'samples: {texts}')
@@ -2026,8 +2051,8 @@ def test_sample(folder):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_refusals, test_numbers, test_bits, test_methods,
+    sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_order, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
-                       test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_padding,
+                       test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_soft_cap, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

@@ -194,11 +194,12 @@ def test_voice(folder):
     book = os.path.join(folder, 'book')
     write(book, bytes(range(256)) * 8)
     os.symlink(book, book + '0')
-    for there, sentence in ((None, 'rank 1: --data'), (b'\0' * 2048, 'rank 1: --data, --tokens-file, --eval, --resume or --load finds')):
+    finds = 'rank 1: --data, --tokens-file, --eval, --resume or --load finds'
+    for flag, there, sentence in (('data', None, 'rank 1: --data'), ('data', b'\0' * 2048, finds), ('eval', b'\0' * 2048, finds)):
         if there is not None:
             write(book + '1', there)
-        status, _, err = run(mpi(2, *flags, program=['sh', '-c', f'exec "$0" "$@" --data {book}{RANK}', TRAIN_MPI]))
-        check(status != 0 and len(own('train', err)) == 1 and sentence in err, f'{sentence}: {status}: {err}')
+        status, _, err = run(mpi(2, *flags, program=['sh', '-c', f'exec "$0" "$@" --{flag} {book}{RANK}', TRAIN_MPI]))
+        check(status != 0 and len(own('train', err)) == 1 and sentence in err, f'--{flag}, {sentence}: {status}: {err}')
     # words that one rank alone has otherwise: before the first step, in one sentence
     cases = [(one, 1, f'ranks disagree: {one.split()[0][2:]} is {says[0]} on rank 1, {says[1]} on rank 0') for one, *says in DISAGREE[:None if FULL else 6]]
     cases += [('--frobnicate', 2, "rank 1: '--frobnicate' is no flag"), ('--lr 1x', 2, 'rank 1: --lr wants a number'),
