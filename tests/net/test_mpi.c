@@ -13,12 +13,12 @@
 #include <stdlib.h>
 
 /* How often the host has freed its slab. */
-static void *slab;
+static void *host_slab;
 static int slab_freed;
 
 static void test_free(void *p)
 {
-    slab_freed += p != NULL && p == slab;
+    slab_freed += p != NULL && p == host_slab;
     free(p);
 }
 
@@ -624,7 +624,7 @@ static void test_late_host(int victim)
     memset(&d, 0, sizeof d);
     d.plan.tokens = ranks, d.plan.heads = 4, d.plan.head_dim = 32, d.layers = 1;
     CHECK_STATUS(upipe_mpi_host_open(&h, mpi, 0, 20, &d, &ops, &e), UPIPE_OK, e);
-    slab = h.slab;
+    host_slab = h.slab;
     slab_freed = 0;
     if (rank == victim) MPI_Barrier(MPI_COMM_WORLD);
     h.team.comm.deadline = rank == victim ? 20 : 0.2;
