@@ -779,10 +779,11 @@ static upipe_status lost_host_body(rank_buf *k)
     }
     if (k->rank == 1) test_nap(0.3);
     CHECK(k->rank == 1 ? s == UPIPE_OK : s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-    CHECK_INT(c->team->quarantine, k->rank != 1);
+    if (s == UPIPE_ERR_TIMEOUT)
+        CHECK_INT(c->team->quarantine, 1); /* else it may have come too late to send */
     CHECK_STATUS(upipe_free(c, p), UPIPE_OK, c->err);
     (void)upipe_nccl_host_close(h, NULL);
-    if (k->rank != 1) OK(cudaFree(slab));
+    if (h->team.comm.quarantine) OK(cudaFree(slab));
     if (h->team.nccl != NULL) CHECK(ncclCommAbort(nccl) == ncclSuccess);
     free(h);
     return UPIPE_OK;
