@@ -603,6 +603,20 @@ static void test_absent(void)
     }
 }
 
+/* More seconds than the clock counts are patience. */
+static upipe_status patient_body(void *user, int rank)
+{
+    upipe_ctx *c = &((crew *)user)->ctx[rank];
+    c->team->deadline = INFINITY;
+    if (rank == 1) test_nap(0.05);
+    return upipe_comm_barrier(c, c->team);
+}
+
+static void test_patient(void)
+{
+    crew_test(2, 20, patient_body, 0, 0);
+}
+
 /* Most of the team returns without a word. */
 static upipe_status deserted_body(void *user, int rank)
 {
@@ -738,7 +752,17 @@ static void test_abort_outside(void)
 
 /* ---- faults: ranks that disagree ---- */
 
-enum { MORE_BYTES, MORE_BLOCKS, NO_SEND, NO_RECV, TWO_SENDS, OTHER_LENGTH, KINDS, KINDS_END = KINDS + 6 };
+enum {
+    MORE_BYTES,
+    MORE_BLOCKS,
+    HALF_BLOCKS,
+    NO_SEND,
+    NO_RECV,
+    TWO_SENDS,
+    OTHER_LENGTH,
+    KINDS,
+    KINDS_END = KINDS + 6
+};
 
 /* Kinds of call of the victim and of the others: every pair. 0 transfer, 1 barrier, 2 all-gather. */
 static const int odd_kinds[6][2] = {{0, 1}, {0, 2}, {1, 0}, {1, 2}, {2, 0}, {2, 1}};
@@ -785,15 +809,17 @@ static upipe_status odd_body(void *user, int rank)
             snprintf(words, sizeof words,
                      "rank %d sends 1 blocks of 28 bytes to rank %d, which receives 1 of 32", k->victim,
                      other);
-        } else if (k->what == MORE_BLOCKS) {
-            if (is_odd) { /* the block sent twice, and one received as before */
+        } else if (k->what == MORE_BLOCKS || k->what == HALF_BLOCKS) {
+            const int bytes = k->what == MORE_BLOCKS ? 32 : 16; /* halves: as many bytes in all */
+            if (is_odd) { /* two blocks sent, and one received as before */
                 list[n] = *odd;
                 list[n].recv_bytes = odd->send_bytes = 0;
+                list[n].send_bytes = list[n].send_stride = (size_t)bytes;
                 list[n++].count = 2;
             }
             snprintf(words, sizeof words,
-                     "rank %d sends 2 blocks of 32 bytes to rank %d, which receives 1 of 32", k->victim,
-                     other);
+                     "rank %d sends 2 blocks of %d bytes to rank %d, which receives 1 of 32", k->victim,
+                     bytes, other);
         } else if (k->what == NO_SEND) {
             if (is_odd) odd->send_bytes = 0;
             snprintf(words, sizeof words, "rank %d sends 0 messages to rank %d, which receives 1", k->victim,
@@ -897,6 +923,7 @@ static upipe_status queued_body(void *user, int rank)
         memset(k->send[rank], 0xdd, sizeof k->send[rank]);
         UPIPE_TRY(queued_copy(c, k->send[rank], made, sizeof made));
         UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], n));
+        if (round % k->ranks == rank) test_nap(0.001); /* the others read what start has left to the queue */
         UPIPE_TRY(upipe_comm_wait(c, c->team));
         all_come(k, rank);
         memset(k->send[rank], 0xdd, sizeof k->send[rank]);
@@ -1112,6 +1139,20 @@ static void test_resources(void)
 
 /* ---- parts of a world ---- */
 
+/* A world knows those that have come and not left, in whatever order. */
+static void test_parts(void)
+{
+    static upipe_comm world, of[3];
+    for (int i = 0; i < 3; ++i) upipe_comm_part(&of[i], &world, 0, 1);
+    CHECK(world.part == &of[2] && of[2].part == &of[1] && of[1].part == &of[0] && of[0].part == NULL);
+    upipe_comm_leave(&of[1]);
+    CHECK(world.part == &of[2] && of[2].part == &of[0]);
+    upipe_comm_leave(&of[2]);
+    CHECK(world.part == &of[0]);
+    upipe_comm_leave(&of[0]);
+    CHECK(world.part == NULL && upipe_comm_world(&of[0]) == &of[0]);
+}
+
 typedef struct lost_grid {
     grid grid;
     upipe_threads side;
@@ -1160,6 +1201,7 @@ int main(int argc, char **argv)
     TEST(test_agree());
     TEST(test_alternate());
     TEST(test_absent());
+    TEST(test_patient());
     TEST(test_deserted());
     TEST(test_abort_call());
     TEST(test_abort_outside());
@@ -1170,6 +1212,7 @@ int main(int argc, char **argv)
     TEST(test_arguments());
     TEST(test_alone());
     TEST(test_resources());
+    TEST(test_parts());
     for (int i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));
     return test_end("comm");
 }

@@ -10,7 +10,21 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #define _XOPEN_SOURCE   700
+#include <stdlib.h>
+
+/* How often the host has freed its slab. */
+static void *host_slab;
+static int slab_freed;
+
+static void test_free(void *p)
+{
+    slab_freed += p != NULL && p == host_slab;
+    free(p);
+}
+
+#define free test_free
 #include "upipe/net/upipe_net_mpi_host.h"
+#undef free
 #include "upipe/net/upipe_net_threads.h"
 
 #include <signal.h>
@@ -430,7 +444,9 @@ static void test_mismatch(int victim, int what)
         }
         if (what == ITSELF && odd) list[victim].recv_bytes = 0;
         if (what == FRAGMENT && odd) k->team.fragment = 4096;
+        if (!odd) MPI_Barrier(k->mpi); /* found in start, which leaves it to wait */
         s = upipe_comm_start(c, c->team, list, n);
+        if (odd) MPI_Barrier(k->mpi);
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
     }
     /* A rank that has no part in it may complete; it hears of it in its next call. */
@@ -589,6 +605,32 @@ static void test_host(int victim)
         CHECK_STATUS(upipe_mpi_host_close(&h, &e), UPIPE_OK, e);
     }
     CHECK_REFUSED(upipe_mpi_host_close(&h, &e), UPIPE_ERR_ARG, e, "is closed");
+    MPI_Comm_free(&mpi);
+}
+
+/* The victim closes its host after the others have given it up: MPI may still use their slabs. */
+static void test_late_host(int victim)
+{
+    static upipe_mpi_host h;
+    upipe_host_desc d;
+    upipe_ops ops;
+    upipe_err e;
+    MPI_Comm mpi;
+    int rank, ranks;
+    MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
+    MPI_Comm_rank(mpi, &rank);
+    MPI_Comm_size(mpi, &ranks);
+    upipe_cpu_ops(&ops);
+    memset(&d, 0, sizeof d);
+    d.plan.tokens = ranks, d.plan.heads = 4, d.plan.head_dim = 32, d.layers = 1;
+    CHECK_STATUS(upipe_mpi_host_open(&h, mpi, 0, 20, &d, &ops, &e), UPIPE_OK, e);
+    host_slab = h.slab;
+    slab_freed = 0;
+    if (rank == victim) MPI_Barrier(MPI_COMM_WORLD);
+    h.team.comm.deadline = rank == victim ? 20 : 0.2;
+    CHECK_STATUS(upipe_mpi_host_close(&h, &e), rank == victim ? UPIPE_OK : UPIPE_ERR_BACKEND, e);
+    CHECK_INT(slab_freed, rank == victim);
+    if (rank != victim) MPI_Barrier(MPI_COMM_WORLD);
     MPI_Comm_free(&mpi);
 }
 
@@ -974,6 +1016,7 @@ int main(int argc, char **argv)
         TEST(test_no_data(0));
         for (i = 0; i < 2; ++i) TEST(test_late_free(i * (ranks - 1)));
         TEST(test_early_free(ranks - 1));
+        TEST(test_late_host(ranks - 1));
     }
     if (ranks >= 4)
         for (i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));

@@ -499,6 +499,24 @@ static upipe_status ahead_body(rank_buf *k)
     return UPIPE_OK;
 }
 
+/* What is a rank's own: what its stream has before a transfer, which the deadline does not count, and a sync. */
+static upipe_status own_body(rank_buf *k)
+{
+    upipe_ctx *c = &k->ctx;
+    ncclComm_t two[2];
+    c->team->deadline = 0.02;
+    stall(k, two);
+    for (int i = 0; i < 3; ++i) { /* each call looks at the stream */
+        UPIPE_TRY(shift_start(c, c->team, k->recv, k->send, 64, 1));
+        UPIPE_TRY(upipe_comm_wait(c, c->team));
+        test_nap(0.03);
+    }
+    c->team->deadline = 20;
+    stall_end(two);
+    if (k->rank == 0) UPIPE_TRY(upipe_nccl_sync(c, &k->team));
+    return upipe_comm_barrier(c, c->team);
+}
+
 /* More than fit: the host waits for the oldest, whose peers are there. */
 static upipe_status full_body(rank_buf *k)
 {
@@ -700,25 +718,33 @@ static upipe_status host_dry(void *user, upipe_host *h)
     return upipe_free(&h->dry.ctx, p);
 }
 
-/* A host over a second communicator: its slab is the device's, and a broadcast and a sum come through. */
-static upipe_status host_body(rank_buf *k)
+/* A host over a second communicator. */
+static ncclComm_t host_open(rank_buf *k, upipe_nccl_host *h)
 {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    upipe_nccl_host *h = (upipe_nccl_host *)calloc(1, sizeof *h);
-    upipe_ctx *c = &h->host.ctx;
     upipe_host_desc d;
     upipe_err err;
     ncclComm_t nccl;
     ncclResult_t r;
-    uint32_t words[WORDS];
-    double one = 1;
-    void *p;
     memset(&d, 0, sizeof d);
     d.plan.tokens = 8 * k->ranks, d.plan.heads = k->ranks, d.plan.head_dim = 32, d.dry = host_dry;
     config.blocking = k->crew->blocking;
     r = ncclCommInitRankConfig(&nccl, k->ranks, k->crew->more, k->rank, &config);
     CHECK(r == ncclSuccess || r == ncclInProgress);
     CHECK_STATUS(upipe_nccl_host_open(h, nccl, k->stream, 20, &d, &k->ops, &err), UPIPE_OK, err);
+    return nccl;
+}
+
+/* Its slab is the device's, and a broadcast and a sum come through. */
+static upipe_status host_body(rank_buf *k)
+{
+    upipe_nccl_host *h = (upipe_nccl_host *)calloc(1, sizeof *h);
+    upipe_ctx *c = &h->host.ctx;
+    ncclComm_t nccl = host_open(k, h);
+    upipe_err err;
+    uint32_t words[WORDS];
+    double one = 1;
+    void *p;
     CHECK_STATUS(upipe_alloc(c, &p, WORDS * 4, UPIPE_USE_OTHER, "weights"), UPIPE_OK, c->err);
     CHECK_INT(h->host.mem.need, upipe_host_slab_bytes(&h->host));
     for (int w = 0; w < WORDS; ++w) words[w] = word_of(k->rank, 0, w);
@@ -736,11 +762,40 @@ static upipe_status host_body(rank_buf *k)
     return UPIPE_OK;
 }
 
+/* A rank does not come to the second transfer. What it may still access of the others' slabs is not freed. */
+static upipe_status lost_host_body(rank_buf *k)
+{
+    upipe_nccl_host *h = (upipe_nccl_host *)calloc(1, sizeof *h);
+    upipe_ctx *c = &h->host.ctx;
+    ncclComm_t nccl = host_open(k, h);
+    void *p, *slab = h->slab;
+    upipe_status s = UPIPE_OK;
+    CHECK_STATUS(upipe_alloc(c, &p, 32, UPIPE_USE_OTHER, "weights"), UPIPE_OK, c->err);
+    for (int i = 0; i < (k->rank == 1 ? 1 : 2) && s == UPIPE_OK; ++i) {
+        s = shift_start(c, c->team, p, (char *)p + 16, 16, 1);
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+        if (s == UPIPE_OK) s = upipe_nccl_sync(c, &h->team);
+        c->team->deadline = 0.1;
+    }
+    if (k->rank == 1) test_nap(0.3);
+    CHECK(k->rank == 1 ? s == UPIPE_OK : s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+    if (s == UPIPE_ERR_TIMEOUT)
+        CHECK_INT(c->team->quarantine, 1); /* else it may have come too late to send */
+    CHECK_STATUS(upipe_free(c, p), UPIPE_OK, c->err);
+    (void)upipe_nccl_host_close(h, NULL);
+    if (h->team.comm.quarantine) OK(cudaFree(slab));
+    if (h->team.nccl != NULL) CHECK(ncclCommAbort(nccl) == ncclSuccess);
+    free(h);
+    return UPIPE_OK;
+}
+
 static void test_ahead(crew *all)
 {
     crew_good(all, 3, full_body);
     crew_good(all, 3, host_body);
+    crew_good(all, 3, lost_host_body);
     if (all->ahead) crew_good(all, 3, ahead_body);
+    if (all->ahead) crew_good(all, 3, own_body);
     if (all->ahead) crew_fails(all, never_body, 1, BY_WAYS);
     if (all->ahead) crew_run(all, 3, 20, behind_body, 0, -1, FAKE_ONCE);
     for (int i = 0; i < JOINED; ++i) {

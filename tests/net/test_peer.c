@@ -512,7 +512,9 @@ static void test_place(void)
     CHECK_INT(upi_peer_place(&m, &s, &at), -1);
     s.recv = a, s.recv_bytes = 10, s.recv_stride = 110, s.count = 10;
     CHECK_INT(upi_peer_place(&m, &s, &at), 0);
-    s.count = 11;
+    s.recv_bytes = 11;
+    CHECK_INT(upi_peer_place(&m, &s, &at), -1);
+    s.recv_bytes = 10, s.count = 11;
     CHECK_INT(upi_peer_place(&m, &s, &at), -1);
     s.count = INT64_MAX, s.recv_stride = SIZE_MAX / 2;
     CHECK_INT(upi_peer_place(&m, &s, &at), -1);

@@ -454,29 +454,32 @@ static void *abort_main(void *comm)
     return NULL;
 }
 
-/* Another thread of the victim's aborts while all wait for the last rank. */
+/* Another thread of the victim's aborts while all wait for the last rank, which comes when they have heard of it. */
 static upipe_status other_thread_body(void *user, int r)
 {
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[r];
     const double began = test_seconds();
+    const int last = r == k->ranks - 1;
     pthread_t other;
     line_up(k, r, 20);
     if (r == k->victim) CHECK_INT(pthread_create(&other, NULL, abort_main, c->team), 0);
-    if (r == k->ranks - 1) test_nap(0.1);
+    if (last) pthread_barrier_wait(&k->door);
     CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err, "another thread has had enough");
+    if (!last) pthread_barrier_wait(&k->door);
     if (r == k->victim) pthread_join(other, NULL);
     CHECK(test_seconds() - began < 10);
     return leave(k, r);
 }
 
-enum { TOO_EARLY, CLOSED, DATA_CLOSED, STRANGER, HALF, DATA_LOST, ENDS };
+enum { TOO_EARLY, CLOSED, DATA_CLOSED, STRANGER, SKIPS, HALF, DATA_LOST, ENDS };
 
 /* The victim frees its team, loses its sockets, or sends something else; half a header is none. */
 static upipe_status end_body(void *user, int r)
 {
     static const char *const words[] = {"has freed its team", "has ended", "has freed its team",
-                                        "something else",     "has ended", "has ended"};
+                                        "something else",     "expects 2", "has ended",
+                                        "has ended"};
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[r];
     const double began = test_seconds();
@@ -490,11 +493,15 @@ static upipe_status end_body(void *user, int r)
     }
     if (r == k->victim) {
         const int data = k->what == DATA_CLOSED || k->what == DATA_LOST;
+        if (k->what == SKIPS) { /* a header of the call behind the next one */
+            upi_header_fill(k->team[r].out, k->ranks, k->team[r].call + 2, UPI_TEAM_TRANSFER, NULL, NULL, 0);
+            memcpy(noise, k->team[r].out, sizeof noise);
+        }
         for (int p = 0; p < k->ranks; ++p) {
             if (p == r) continue;
-            if (k->what == STRANGER || k->what == HALF)
+            if (k->what >= STRANGER && k->what <= HALF)
                 CHECK(send(k->mesh.fds[r][0][p], noise, sizeof noise / (k->what == HALF ? 2 : 1), 0) > 0);
-            if (k->what != STRANGER && !data) shutdown(k->mesh.fds[r][0][p], SHUT_RDWR);
+            if (k->what != STRANGER && k->what != SKIPS && !data) shutdown(k->mesh.fds[r][0][p], SHUT_RDWR);
             if (data) shutdown(k->mesh.fds[r][1][p], SHUT_RDWR);
         }
         pthread_barrier_wait(&k->door);
@@ -547,6 +554,25 @@ static upipe_status passed_on_body(void *user, int r)
     k->team[r].comm.deadline = 0.2;
     (void)upipe_tcp_free(&k->team[r], NULL);
     return UPIPE_OK;
+}
+
+/* Rank 0 has read an all-gather, and aborts. Rank 1 hears of it before it has all, and reads it all the same. */
+static upipe_status read_first_body(void *user, int r)
+{
+    crew *k = (crew *)user;
+    upipe_tcp *t = &k->team[r];
+    const int64_t mine = r;
+    line_up(k, r, 20);
+    if (r < 2) CHECK_STATUS(one_call(k, r, AT_GATHER), UPIPE_OK, k->ctx[r].err);
+    if (r == 0) upipe_comm_abort(k->ctx[r].team, "these numbers are bad");
+    for (int to = 0; r == 2 && to < 2; ++to) {
+        upi_header_fill(t->out, k->ranks, t->call + 1, UPI_TEAM_ALL_GATHER, NULL, &mine, 1);
+        while (to == 1 && !upi_first_is_broken(&k->team[1].first)) test_nap(0.001);
+        CHECK_INT(upi_tcp_send_header(t, to, &t->out[to]), 0);
+    }
+    pthread_barrier_wait(&k->door);
+    if (r < 2) check_dead(k, r);
+    return leave(k, r);
 }
 
 /* The victim frees its team after the others have given it up. */
@@ -790,6 +816,7 @@ int main(int argc, char **argv)
     for (i = 0; i < 2 * ABORTS; ++i) TEST_OF("abort", crew_run(3, i % 2, 20, abort_body, i % 3, i / 2));
     for (i = 0; i < 2; ++i) TEST_OF("other_thread", crew_run(3, i, 20, other_thread_body, i, 0));
     for (i = 0; i < ENDS; ++i) TEST_OF("end", crew_run(3, i % 2, 20, end_body, i % 3, i));
+    TEST_OF("read_first", crew_run(3, 0, 20, read_first_body, 0, 0));
     TEST_OF("late_free", crew_run(3, 0, 20, late_free_body, 1, 0));
     for (i = 0; i < 2; ++i) TEST_OF("passed_on", crew_run(3, i, 20, passed_on_body, 0, i));
     for (i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));

@@ -46,7 +46,9 @@ from tree import list_files  # noqa: E402
 MOST = 1 << 20  # numbers, as in planted.h
 MATRIX = os.path.join(HERE, 'matrix.tsv')
 SUITES = 'compile unit property programs faults net torch'.split()  # the emulator's kernels have a list of their own
-TREE = {'api', 'headers', 'layers', 'planted', 'reach', 'runner', 'setup', 'text', 'toys', 'words'}  # read the tree, which the copy is not
+ALSO = {'nccl', 'peer'}  # over the fake device
+# What reads the tree, which the copy is not.
+TREE = {'api', 'headers', 'layers', 'planted', 'reach', 'runner', 'setup', 'text', 'toys', 'words'}
 PYTHON = '''import os
 SEEN = set()
 
@@ -175,7 +177,8 @@ class Shop:
         self.run_command(['ninja', '-C', self.built, 'build.ninja'])
         known = self.described('tests')
         left = runner.parts()[0].without
-        self.tests = {test['name']: test for test in known if test['name'] not in TREE.union(left) and set(runner.suites(test)) & set(SUITES)
+        self.tests = {test['name']: test for test in known if test['name'] not in TREE.union(left)
+                      and (set(runner.suites(test)) & set(SUITES) or test['name'] in ALSO)
                       and (names is None or test['name'] in names)}
         files = {target['id']: target['filename'] for target in self.described('targets')}
         wanted = {os.path.relpath(file, self.built) for test in self.tests.values() for name in test['depends']
