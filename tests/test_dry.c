@@ -892,6 +892,26 @@ static void test_pairs(void)
     CHECK(packed > draws / 8);
 }
 
+/* Where a round has one or two stages, the ring mode that is chosen holds no more than the other one. */
+static void test_ring_mode(void)
+{
+    for (int group = 1; group <= 2; ++group)
+        for (int ring = 2; ring <= 8; ++ring) {
+            size_t peak[UPIPE_RING_ALL_GATHER + 1];
+            for (int mode = UPIPE_RING_AUTO; mode <= UPIPE_RING_ALL_GATHER; ++mode) {
+                upipe_plan_desc desc = shape(64 * ring, 1, 4 * group, 4, 64, 64, 1, UPIPE_BF16);
+                upipe_plan plan;
+                desc.ring = ring;
+                desc.ring_mode = (upipe_ring_mode)mode;
+                peak[mode] = dry_run(&desc, 0, &plan, __LINE__).peak;
+            }
+            CHECK_SAY(peak[UPIPE_RING_AUTO] <= peak[UPIPE_RING_P2P] &&
+                          peak[UPIPE_RING_AUTO] <= peak[UPIPE_RING_ALL_GATHER],
+                      "groups of %d, a ring of %d: auto holds %zu bytes, p2p %zu, all-gather %zu", group,
+                      ring, peak[UPIPE_RING_AUTO], peak[UPIPE_RING_P2P], peak[UPIPE_RING_ALL_GATHER]);
+        }
+}
+
 /* Operations of products and of attention, counted by hand: two for each element of a product's depth. */
 static void test_work(void)
 {
@@ -945,6 +965,7 @@ int main(int argc, char **argv)
     TEST(test_alike_segments());
     TEST(test_flat());
     TEST(test_pairs());
+    TEST(test_ring_mode());
     TEST(test_work());
     buffers_free(0);
     return test_end("dry");
