@@ -80,6 +80,7 @@ static void test_against_oracle(void)
             t.shape.full = (kind >> 2) & 1;
             t.dx_apart = kind == 5;
             if (kind > 3) block_rope_own(&t.shape, kind == 5 ? 20 : 0);
+            if (kind == 6) t.shape.v_dim = 40;
             check_case(&t, (uint64_t)(100 + kind));
             t.ranks = 8; /* more ranks than key/value heads */
             t.chunk = 8;
