@@ -426,14 +426,14 @@ static void packs(void)
 /* Q, K and V side by side at each token: one ends where the next begins, and a token where the next one does. */
 static void fused(void)
 {
-    char qkv[1], o[1];
+    float qkv[(4 + 2) * 32 + 2 * 40], o[4 * 40];
     alone x;
     upipe_qkv a;
     alone_make(&x, 1);
     a = upipe_qkv_fused(&x.a, qkv, o, UPIPE_F32);
-    CHECK_INT((char *)a.q.data - qkv, 0);
-    CHECK_INT((char *)a.k.data - qkv, 4 * 32 * 4);
-    CHECK_INT((char *)a.v.data - qkv, (4 + 2) * 32 * 4);
+    CHECK(a.q.data == qkv);
+    CHECK_INT((float *)a.k.data - qkv, 4 * 32);
+    CHECK_INT((float *)a.v.data - qkv, (4 + 2) * 32);
     CHECK_INT(a.q.n_stride, (4 + 2) * 32 + 2 * 40);
     CHECK(a.k.n_stride == a.q.n_stride && a.v.n_stride == a.q.n_stride);
     CHECK(a.o.data == o && a.o.n_stride == 4 * 40);
