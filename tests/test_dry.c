@@ -892,6 +892,60 @@ static void test_pairs(void)
     CHECK(packed > draws / 8);
 }
 
+/* Where a round has one or two stages, the ring mode that is chosen holds no more than the other one. */
+static void test_ring_mode(void)
+{
+    for (int group = 1; group <= 2; ++group)
+        for (int ring = 2; ring <= 8; ++ring) {
+            size_t peak[UPIPE_RING_ALL_GATHER + 1];
+            for (int mode = UPIPE_RING_AUTO; mode <= UPIPE_RING_ALL_GATHER; ++mode) {
+                upipe_plan_desc desc = shape(64 * ring, 1, 4 * group, 4, 64, 64, 1, UPIPE_BF16);
+                upipe_plan plan;
+                desc.ring = ring;
+                desc.ring_mode = (upipe_ring_mode)mode;
+                peak[mode] = dry_run(&desc, 0, &plan, __LINE__).peak;
+            }
+            CHECK_SAY(peak[UPIPE_RING_AUTO] <= peak[UPIPE_RING_P2P] &&
+                          peak[UPIPE_RING_AUTO] <= peak[UPIPE_RING_ALL_GATHER],
+                      "groups of %d, a ring of %d: auto holds %zu bytes, p2p %zu, all-gather %zu", group,
+                      ring, peak[UPIPE_RING_AUTO], peak[UPIPE_RING_P2P], peak[UPIPE_RING_ALL_GATHER]);
+        }
+}
+
+/* Operations of products and of attention, counted by hand: two for each element of a product's depth. */
+static void test_work(void)
+{
+    const upipe_mask masks[] = {{.window = 0}, {.causal = 1}, {.window = 2}, {.causal = 1, .window = 2}};
+    const double pairs[] = {16, 10, 13, 7}; /* of four rows and the same keys, one mask after another */
+    double fwd = 0, bwd = 0;
+    upipe_ctx *c = &dry->ctx;
+    upipe_attn_grad g = {0};
+    CHECK_STATUS(upipe_dry_init(dry, NULL, &fake_ops), UPIPE_OK, c->err);
+    set_scratch(0, 0, 0);
+    CHECK_STATUS(c->ops->gemm(c, upipe_view_packed(NULL, UPIPE_F32, 3, 1, 5),
+                              upipe_view_packed(NULL, UPIPE_F32, 3, 1, 7),
+                              upipe_view_packed(NULL, UPIPE_F32, 7, 1, 5), 0, NULL, 0),
+                 UPIPE_OK, c->err);
+    CHECK_INT(dry->work.products, 2 * 3 * 5 * 7);
+    CHECK_STATUS(c->ops->gemm(c, upipe_view_packed(NULL, UPIPE_F32, 3, 1, 5),
+                              upipe_view_packed(NULL, UPIPE_F32, 11, 1, 3),
+                              upipe_view_packed(NULL, UPIPE_F32, 11, 1, 5), UPIPE_GEMM_TRANS_A, NULL, 0),
+                 UPIPE_OK, c->err);
+    CHECK_INT(dry->work.products, 2 * 3 * 5 * (7 + 11));
+    g.a.q = upipe_view_packed(NULL, UPIPE_F32, 4, 2, 3);
+    g.a.k = upipe_view_packed(NULL, UPIPE_F32, 4, 1, 3);
+    g.a.v = upipe_view_packed(NULL, UPIPE_F32, 4, 1, 5);
+    for (int i = 0; i < 8; ++i) { /* Q K^T and P V; the scores again, dQ and dK, and dO V^T and dV */
+        g.a.mask = masks[i % 4];
+        CHECK_STATUS(c->ops->attn_fwd(c, &g.a), UPIPE_OK, c->err);
+        CHECK_STATUS(c->ops->attn_bwd(c, &g), UPIPE_OK, c->err);
+        fwd += 2 * pairs[i % 4] * 2 * (3 + 5);
+        bwd += 2 * pairs[i % 4] * 2 * (3 * 3 + 2 * 5);
+        CHECK_INT(dry->work.attn_fwd, fwd);
+        CHECK_INT(dry->work.attn_bwd, bwd);
+    }
+}
+
 int main(int argc, char **argv)
 {
     dry = (upipe_dry *)zeroed(sizeof *dry);
@@ -911,6 +965,8 @@ int main(int argc, char **argv)
     TEST(test_alike_segments());
     TEST(test_flat());
     TEST(test_pairs());
+    TEST(test_ring_mode());
+    TEST(test_work());
     buffers_free(0);
     return test_end("dry");
 }

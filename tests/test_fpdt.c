@@ -363,6 +363,22 @@ static void test_without_heads(void)
     check_block(&t.shape, &in, &out);
 }
 
+/* Documents hide the first sequence's segments from each other, and not the second's; the scale is not 1 / sqrt(d). */
+static void test_second_sequence(void)
+{
+    static const int64_t cu_seqlens[] = {0, 8, 16, 24, 48};
+    f32_block in, out;
+    upipe_err e;
+    run_case t = run_of(24, 4, 2, 32, 24, 2, 2, UPIPE_F32);
+    t.shape.batch = 2;
+    t.shape.scale = 0.25;
+    t.shape.cu_seqlens = cu_seqlens;
+    t.shape.cu_seqlens_n = 4;
+    block_inputs(&t.shape, 1, &in);
+    CHECK_STATUS(run_segments(&t, 3, &in, &out, &e), UPIPE_OK, e);
+    check_block(&t.shape, &in, &out);
+}
+
 static void test_refusals(void)
 {
     f32_block in, out;
@@ -670,6 +686,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     TEST(test_memory());
     TEST(test_without_heads());
+    TEST(test_second_sequence());
     TEST(test_refusals());
     TEST(test_odd_segments());
     TEST(test_failed_passes());

@@ -446,6 +446,10 @@ static void test_refusals(void)
     refuse(describe(1024, 8, 32, 8, 0, 8), UPIPE_ERR_ARG, "head dim 0");
     refuse(describe(INT64_C(1) << 56, 8, 32, 8, 128, 8), UPIPE_ERR_OVERFLOW, "overflow");
     refuse(describe(1024, 1, 1 << 20, 1 << 20, 1 << 12, 1), UPIPE_ERR_OVERFLOW, "elements");
+    /* rows of 32 * 128 elements, 16 sums of 4 bytes, Q and K: 2^19 bytes a token */
+    refuse(describe(INT64_C(1) << 44, 8, 32, 8, 128, 8), UPIPE_ERR_OVERFLOW, "4096 elements");
+    d.tokens = INT64_C(1) << 43;
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     /* 32/8 heads over 8 ranks with one thing, or a few, changed */
 #define REFUSE(status, words, ...)        \
     d = describe(1024, 8, 32, 8, 128, 8); \

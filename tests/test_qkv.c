@@ -423,6 +423,24 @@ static void packs(void)
                   x.dry->ctx.err, "[4][2], not [4][4]");
 }
 
+/* Q, K and V side by side at each token: one ends where the next begins, and a token where the next one does. */
+static void fused(void)
+{
+    float qkv[(4 + 2) * 32 + 2 * 40], o[4 * 40];
+    alone x;
+    upipe_qkv a;
+    alone_make(&x, 1);
+    a = upipe_qkv_fused(&x.a, qkv, o, UPIPE_F32);
+    CHECK(a.q.data == qkv);
+    CHECK_INT((float *)a.k.data - qkv, 4 * 32);
+    CHECK_INT((float *)a.v.data - qkv, (4 + 2) * 32);
+    CHECK_INT(a.q.n_stride, (4 + 2) * 32 + 2 * 40);
+    CHECK(a.k.n_stride == a.q.n_stride && a.v.n_stride == a.q.n_stride);
+    CHECK(a.o.data == o && a.o.n_stride == 4 * 40);
+    CHECK(a.q.h == 4 && a.k.h == 2 && a.v.h == 2 && a.o.h == 4);
+    CHECK(a.q.d == 32 && a.k.d == 32 && a.v.d == 40 && a.o.d == 40);
+}
+
 static void test_random(test_draws draws)
 {
     for (; test_draws_more(&draws); ++draws.done) one_draw(draws.seed + draws.done);
@@ -443,6 +461,7 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     TEST(refusals());
     TEST(packs());
+    TEST(fused());
     TEST(test_random(draws));
     return test_end("qkv");
 }

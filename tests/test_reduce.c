@@ -109,6 +109,37 @@ static upipe_status failure_body(void *user, int rank)
     return UPIPE_OK;
 }
 
+/* ---- a transport that gathers by itself ---- */
+
+static upipe_status own_gather(upipe_ctx *c, upipe_comm *comm, void *all, const void *mine, size_t bytes)
+{
+    (void)c;
+    CHECK(mine == upipe_offset(all, (size_t)comm->rank * bytes));
+    CHECK_INT(bytes, 40);
+    return UPIPE_OK;
+}
+
+/* It gathers equal slices alone, which are sent to each of the others either way. */
+static void test_own_gather(void)
+{
+    upipe_msg list[2 * RANKS];
+    int64_t gathered[RANKS * UPIPE_ALL_GATHER_MAX];
+    float data[RANKS * 10 + 1] = {0};
+    upipe_ops ops = cpu_table();
+    upipe_comm comm;
+    upipe_mem mem;
+    upipe_ctx c = {.ops = &ops, .mem = &mem, .team = &comm};
+    pool_begin(&mem, POOL, BLOCKS);
+    upipe_comm_dry(&comm, 1, RANKS, list, gathered);
+    comm.ops.gather = own_gather;
+    CHECK_STATUS(upipe_all_gather(&c, &comm, data, RANKS * 10, sizeof *data), UPIPE_OK, c.err);
+    CHECK_INT(comm.sent_bytes, 3 * 40);
+    CHECK_STATUS(upipe_all_gather(&c, &comm, data, RANKS * 10 + 1, sizeof *data), UPIPE_OK, c.err);
+    CHECK_INT(comm.sent_bytes, 3 * 40 + 3 * 44); /* slices of 11, 11, 11 and 8 elements */
+    upipe_mem_destroy(&mem, NULL);
+    buffers_free(0);
+}
+
 static void run(job *j, upipe_status (*body)(void *user, int rank))
 {
     upipe_err e;
@@ -123,6 +154,7 @@ int main(int argc, char **argv)
     static job j;
     j.ops = cpu_table();
     test_begin(argc, argv);
+    TEST(test_own_gather());
     TEST_OF("sums", run(&j, sums_body));
     for (int i = 0; i < CALLS; ++i) {
         j.call = (call)i;

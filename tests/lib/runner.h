@@ -31,6 +31,7 @@ typedef struct run_case {
     int dx_apart; /* dX beside x instead of in its place */
     int64_t tile_rows;
     upipe_dtype grad_dtype; /* of the weights; results are f32 */
+    float begun;            /* what lies where a rank adds its gradients */
     /* faults: a pool guard, asked on every rank */
     upipe_status (*guard)(void *user, size_t bytes, int use, const char *tag);
     void *guard_user[RUN_MAX];
@@ -58,7 +59,7 @@ typedef struct run_own {
     int blocks_max; /* exactly what the dry run says */
     float *host;    /* [host_n], its rows on their way, in memory of the host whatever the table */
     int64_t host_n;
-    void *dwg; /* where the output is gated: the weight's gradient, zero at first */
+    void *dwg; /* where the output is gated: the weight's gradient */
 } run_own;
 
 typedef struct run_state {
@@ -108,6 +109,14 @@ static inline void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
     char *p = (char *)zeroed((size_t)n * upipe_dtype_bytes(dtype));
     for (int64_t i = 0; v != NULL && i < n; ++i) upipe_cpu_put(p, dtype, i, v[i]);
     return p;
+}
+
+/* The same of one value. */
+static inline void *run_filled(upipe_dtype dtype, float value, int64_t n)
+{
+    float *values = floats(n);
+    for (int64_t i = 0; i < n; ++i) values[i] = value;
+    return run_narrow(dtype, values, n);
 }
 
 /* Rows of a rank: [batch][S][width] in natural order <-> [batch][T][width] of the rank. */
@@ -176,8 +185,8 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     const int64_t wg_n = block_count(shape, "wg");
     int narrow = s->test->grad_dtype != UPIPE_F32, j = 0;
     for (int k = 0; k < RUN_GRADS; ++k) {
-        const size_t n = (size_t)block_count(shape, run_grads[k]);
-        at[k] = k < RUN_WEIGHTS && narrow  ? zeroed(n * upipe_dtype_bytes(s->test->grad_dtype))
+        const int64_t n = block_count(shape, run_grads[k]);
+        at[k] = k < RUN_WEIGHTS && narrow  ? run_filled(s->test->grad_dtype, s->test->begun, n)
                 : k < RUN_WEIGHTS || n > 0 ? (void *)grads[k]
                                            : NULL;
     }
@@ -296,7 +305,8 @@ static inline upipe_status run_body(void *user, int rank)
     upipe_status status;
     upipe_ctx c = {0};
     test_rank = rank;
-    for (int j = 0; j < RUN_GRADS; ++j) grads[j] = f32_buf(block_count(&s->test->shape, run_grads[j]));
+    for (int j = 0; j < RUN_GRADS; ++j)
+        grads[j] = (float *)run_filled(UPIPE_F32, s->test->begun, block_count(&s->test->shape, run_grads[j]));
     context_pool(&c, &mem, &s->ops, slab_bytes, own->blocks_max);
     mem.guard = s->test->guard;
     mem.user = s->test->guard_user[rank];
@@ -458,7 +468,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         own->layer = run_layer_with(test, s->weights, in);
         own->layer.plan = &own->plan;
         if (shape->gated) own->layer.wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
-        own->dwg = zeroed((size_t)block_count(shape, "wg") * upipe_dtype_bytes(test->grad_dtype));
+        own->dwg = run_filled(test->grad_dtype, test->begun, block_count(shape, "wg"));
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1 + s->ops.attn_reads_o);
         sent += upipe_plan_sent_ring(&own->plan, &own->layer.mask, 0) +
