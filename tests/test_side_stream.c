@@ -204,7 +204,7 @@ typedef struct task {
     int turn; /* the place in which it ran */
 } task;
 
-static void take_turn(void *arg)
+static void note_turn(void *arg)
 {
     task *t = (task *)arg;
     if (t == t->all) test_nap(0.05); /* the others are posted meanwhile, until there is no place */
@@ -222,7 +222,7 @@ static void test_places(void)
     CHECK_STATUS(upipe_cpu_side_stream_init(&buf, &side, &c.err), UPIPE_OK, c.err);
     for (int i = 0; i < TASKS; ++i) {
         tasks[i] = (task){tasks, &ran, -1};
-        CHECK_STATUS(side.post(&c, &side, take_turn, &tasks[i]), UPIPE_OK, c.err);
+        CHECK_STATUS(side.post(&c, &side, note_turn, &tasks[i]), UPIPE_OK, c.err);
     }
     CHECK_STATUS(side.join(&c, &side), UPIPE_OK, c.err);
     for (int i = 0; i < TASKS; ++i)
