@@ -562,12 +562,12 @@ static upipe_status differing_body(void *user, int rank)
 {
     static const int64_t more[UNITS + 1] = {0, 5, 5, 22, 23, 1023, ELEMENTS + 3},
                                       moved[UNITS + 1] = {0, 5, 5, 22, 24, 1023, ELEMENTS};
-    const differs *d = (const differs *)user;
+    differs *d = (differs *)user;
     const int field = rank == 1 ? d->field : -1;
     const upipe_ops ops = cpu_table();
     upipe_side_stream side;
     upipe_mem mem;
-    upipe_ctx c = {.team = upipe_threads_comm(&((differs *)user)->world, rank)};
+    upipe_ctx c = {.team = upipe_threads_comm(&d->world, rank)};
     upipe_zero z = {.world = c.team, .rank = rank, .ranks = 2, .units = UNITS, .first = first, .stage = 2};
     context_pool(&c, &mem, &ops, POOL, BLOCKS);
     z.strip = 64;
