@@ -496,15 +496,6 @@ static upipe_status differing_body(void *user, int rank)
     return UPIPE_OK;
 }
 
-static void test_differing(world *w)
-{
-    *w = (world){
-        .ops = w->ops, .tokens = 40, .ranks = 2, .ring = 1, .segments = 1, .heads = 3, .stage_heads = 1};
-    w->borders = (upipe_borders){(const int64_t[]){0, 100}, 1};
-    for (w->differs = 0; w->differs < (int)(sizeof differing / sizeof *differing); ++w->differs)
-        run(w, 20, differing_body, NULL);
-}
-
 /* One rank goes forward, the other one back. */
 static upipe_status crossing_body(void *user, int rank)
 {
@@ -527,6 +518,17 @@ static upipe_status crossing_body(void *user, int rank)
     return UPIPE_OK;
 }
 
+static void test_disagreements(world *w)
+{
+    static const int64_t document[] = {0, 100};
+    *w = (world){
+        .ops = w->ops, .tokens = 40, .ranks = 2, .ring = 1, .segments = 1, .heads = 3, .stage_heads = 1};
+    w->borders = (upipe_borders){document, 1};
+    for (w->differs = 0; w->differs < (int)(sizeof differing / sizeof *differing); ++w->differs)
+        run(w, 20, differing_body, NULL);
+    run(w, 20, crossing_body, NULL);
+}
+
 int main(int argc, char **argv)
 {
     world *w = (world *)calloc(1, sizeof *w);
@@ -535,8 +537,7 @@ int main(int argc, char **argv)
     TEST(test_passes(w));
     TEST(test_faults(w));
     TEST(test_refusals(w));
-    TEST(test_differing(w));
-    TEST_OF("crossing", run(w, 20, crossing_body, NULL));
+    TEST(test_disagreements(w));
     free(w);
     return test_end("scan");
 }
