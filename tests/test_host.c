@@ -81,6 +81,26 @@ static void test_peaks(const upipe_ops *ops)
         }
 }
 
+enum { MANY = 8 };
+
+static upipe_status sum_body(void *user, upipe_host *h)
+{
+    static _Thread_local float sums[UPIPE_REDUCE_STRIP * MANY + 1];
+    (void)user;
+    UPIPE_TRY(upipe_all_reduce(&h->ctx, h->ctx.team, sums, UPIPE_REDUCE_STRIP * MANY + 1));
+    CHECK_INT(upipe_host_slab_bytes(h), h->mem.need); /* the passes take less */
+    return UPIPE_OK;
+}
+
+/* Where the passes are small the slab is that of a sum over all ranks. */
+static void test_sum(const upipe_ops *ops)
+{
+    upipe_host_desc d = description(MANY, 1);
+    upipe_err err;
+    d.plan.tokens = d.plan.heads = d.plan.kv_heads = MANY, d.plan.batch = 1;
+    CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, sum_body, &err), UPIPE_OK, err);
+}
+
 /* ---- layouts ---- */
 
 /* Views of packed copies: what q, k, v and o say with the strides of others. */
@@ -281,6 +301,7 @@ int main(int argc, char **argv)
     upipe_cpu_ops(&ops);
     test_begin(argc, argv);
     TEST(test_peaks(&ops));
+    TEST(test_sum(&ops));
     TEST(test_layouts(&ops));
     TEST(test_numbers(&ops));
     TEST(test_refused(&ops));

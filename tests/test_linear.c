@@ -180,6 +180,51 @@ static void test_pass(void)
     }
 }
 
+/* ---- failures ---- */
+
+static int products, bad_product;
+static upipe_status (*real_gemm)(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                                 void *work, size_t work_bytes);
+
+static upipe_status broken_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags,
+                                void *work, size_t work_bytes)
+{
+    if (products++ == bad_product)
+        return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "product %d breaks", bad_product);
+    return real_gemm(c, out, a, b, flags, work, work_bytes);
+}
+
+/* Each product of a call fails once: the call fails, with its sentence. */
+static void test_products_fail(void)
+{
+    test_rng r = {41};
+    upipe_ops ops = cpu_table();
+    upipe_ctx c = {.ops = &ops};
+    real_gemm = ops.gemm;
+    ops.gemm = broken_gemm;
+    for (int way = 0; way < 4; ++way) {
+        const upipe_linear_pass of = way / 2 == 0 ? UPIPE_LINEAR_FWD : UPIPE_LINEAR_BWD;
+        linear x = {
+            .n = 9, .key_heads = 1, .heads = 2, .key_dim = 8, .value_dim = 16, .chunk = 4, .delta = way % 2};
+        upipe_linear_grad g;
+        draw(&x, &r, 0.05);
+        g = call_of(&x, 0, x.n, 0);
+        g.a.state = x.state, g.a.out = x.end, g.dstate = x.dstate;
+        work_begin(&c, &g.a, of);
+        for (bad_product = 0;; ++bad_product) {
+            products = 0;
+            const upipe_status s = of == UPIPE_LINEAR_FWD ? upipe_linear_fwd(&c, &rules, &g.a)
+                                                          : upipe_linear_bwd(&c, &rules, &g);
+            char breaks[40];
+            if (products <= bad_product) break;
+            snprintf(breaks, sizeof breaks, "product %d breaks", bad_product);
+            CHECK_REFUSED(s, UPIPE_ERR_BACKEND, c.err, breaks);
+        }
+        CHECK(bad_product > 4 * (int)x.heads);
+        buffers_free(0);
+    }
+}
+
 /* ---- refusals ---- */
 
 static size_t no_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass of)
@@ -215,10 +260,12 @@ static void test_refusals(upipe_ctx *c)
     test_rng r = {31};
     linear x = {.n = 9, .key_heads = 1, .heads = 2, .key_dim = 8, .value_dim = 16, .delta = 1};
     upipe_linear_grad g, t;
+    upipe_linear_ops small = rules;
     draw(&x, &r, 0.05);
     g = call_of(&x, 0, 9, 0);
     g.a.state = x.state, g.a.out = x.end, g.dstate = x.dstate;
     work_begin(c, &g.a, UPIPE_LINEAR_BWD);
+    small.name = "small", small.chunk_max = 63;
 #define REFUSED(change, status, words)                                                       \
     do {                                                                                     \
         t = g;                                                                               \
@@ -244,6 +291,12 @@ static void test_refusals(upipe_ctx *c)
     CHECK_REFUSED((t.dstate = NULL, upipe_linear_bwd(c, &rules, &t)), UPIPE_ERR_ARG, c->err,
                   "dstate is NULL");
     CHECK_REFUSED((t.dk.n = 1, upipe_linear_bwd(c, &rules, &t)), UPIPE_ERR_ARG, c->err, "dk is [1][1][8]");
+    t = g, t.a.chunk = 0; /* 64 */
+    CHECK_REFUSED(upipe_linear_fwd(c, &small, &t.a), UPIPE_ERR_UNSUPPORTED, c->err,
+                  "the rules small have at most 63");
+    CHECK_REFUSED(upipe_linear_bwd(c, &small, &t), UPIPE_ERR_UNSUPPORTED, c->err,
+                  "the rules small have at most 63");
+    CHECK_INT(upipe_linear_bytes(c, &small, &t.a, UPIPE_LINEAR_FWD), 0);
     CHECK_REFUSED(upipe_linear_fwd(c, NULL, &t.a), UPIPE_ERR_ARG, c->err, "the rules or the call are NULL");
     CHECK_REFUSED(upipe_linear_bwd(c, &rules, NULL), UPIPE_ERR_ARG, c->err, "the rules or the call are NULL");
 }
@@ -270,6 +323,7 @@ int main(int argc, char **argv)
     TEST(check_linear_small(&c));
     TEST(test_threads(&c, &ops));
     TEST(test_pass());
+    TEST(test_products_fail());
     TEST(test_refusals(&c));
     TEST(test_no_scratch(&c));
     return test_end("linear");

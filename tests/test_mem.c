@@ -4,6 +4,7 @@
 #include <locale.h>
 
 #include "upipe/upipe_mem.h"
+#include "upipe/upipe_unwind.h"
 
 enum { SLAB = 1 << 16, BLOCKS = 64 };
 
@@ -154,6 +155,7 @@ static void test_marks(void)
     upipe_mem_quarantine(&m, mark);
     upipe_mem_rewind(&m, 0);
     CHECK_INT(m.live, 40);
+    upipe_mem_quarantine(&m, mark); /* which counts a block once */
     CHECK_INT(m.quarantined, 40);
     CHECK_REFUSED(upipe_mem_free(&m, c, &e), UPIPE_ERR_ARG, e, "quarantined");
     upipe_mem_alloc(&m, &a, 40, UPIPE_USE_OTHER, "a", &e);
@@ -170,6 +172,71 @@ static void test_marks(void)
     CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
+}
+
+/* ---- the end of a failed pass ---- */
+
+/* What it does, in order: aN aborts communicator N (0 team, 1 ring, 2 the other one), wN ends its transfer, s drains the stream. */
+static char told[32];
+
+static int told_fail(upipe_comm *comm, upipe_status s, const char *why)
+{
+    CHECK_INT(s, UPIPE_ERR_ABORTED);
+    CHECK_TEXT(why, "the first failure");
+    snprintf(told + strlen(told), sizeof told - strlen(told), "a%d ", comm->rank);
+    return 0;
+}
+
+/* The transfer's end shows what its transport sets: comm->impl has quarantine, and stuck. */
+static upipe_status told_wait(upipe_ctx *c, upipe_comm *comm)
+{
+    const int *ends = (const int *)comm->impl;
+    snprintf(told + strlen(told), sizeof told - strlen(told), "w%d ", comm->rank);
+    comm->quarantine = ends[0], comm->stuck = ends[1];
+    return upipe_fail(&c->err, UPIPE_ERR_TIMEOUT, "a later failure");
+}
+
+static upipe_status told_sync(upipe_ctx *c)
+{
+    snprintf(told + strlen(told), sizeof told - strlen(told), "s ");
+    CHECK_INT(c->mem->live, 110); /* the stream works on what the pass has */
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "a later failure");
+}
+
+static void test_unwind(void)
+{
+    static int ends[][2] = {{0, 0}, {1, 0}, {1, 1}};
+    for (int i = 0; i < 9; ++i) {
+        const int started = i / 3;
+        int *end = ends[i % 3];
+        const upipe_ops ops = {.sync = told_sync};
+        upipe_comm comms[3] = {0};
+        upipe_mem m;
+        upipe_ctx c = {.ops = &ops, .mem = &m, .team = &comms[0], .ring = &comms[1]};
+        int64_t mark;
+        void *p;
+        char want[32];
+        upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS);
+        upipe_alloc(&c, &p, 10, UPIPE_USE_OTHER, "before");
+        mark = upipe_mem_mark(&m);
+        upipe_alloc(&c, &p, 100, UPIPE_USE_OTHER, "in the pass");
+        for (int k = 0; k < 3; ++k)
+            comms[k] = (upipe_comm){.rank = k,
+                                    .impl = end,
+                                    .started = k == started,
+                                    .ops = {.fail = told_fail, .wait = told_wait}};
+        upipe_fail(&c.err, UPIPE_ERR_MEMORY, "the first failure");
+        told[0] = 0;
+        CHECK_REFUSED(upipe_unwind(&c, UPIPE_ERR_MEMORY, mark, &comms[2]), UPIPE_ERR_MEMORY, c.err,
+                      "the first failure");
+        snprintf(want, sizeof want, "a0 a1 a2 w%d %s", started, end[1] ? "" : "s ");
+        CHECK_SAY(strcmp(told, want) == 0, "%s, not %s", told, want);
+        CHECK_INT(m.live, end[0] ? 110 : 10);
+        CHECK_INT(m.quarantined, end[0] ? 110 : 0);
+        upipe_mem_release(&m);
+        upipe_mem_rewind(&m, 0);
+        CHECK_STATUS(upipe_mem_destroy(&m, &c.err), UPIPE_OK, c.err);
+    }
 }
 
 /* Random takes and gives: a real pool of exactly the dry pool's need succeeds, with the same cuts; blocks
@@ -319,6 +386,7 @@ int main(int argc, char **argv)
     TEST(test_best_fit());
     TEST(test_refusals());
     TEST(test_marks());
+    TEST(test_unwind());
     TEST(test_dry());
     TEST(test_trace());
     /* a locale that is not here changes nothing */

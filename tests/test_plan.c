@@ -98,6 +98,8 @@ static void walk(const upipe_plan *p)
 {
     const upipe_plan_desc *d = &p->desc;
     int seen[256] = {0}, fetched[16][256], held[16], holds[16], of_rank[16], stage, rank, j, before = 0;
+    int kv_most = 0; /* heads that a stage sends K of */
+    const int wide = d->head_dim > d->v_dim ? d->head_dim : d->v_dim;
     upipe_head_range kept[16] = {0};
     at_desc(d);
     memset(fetched, 0, sizeof fetched);
@@ -154,7 +156,10 @@ static void walk(const upipe_plan *p)
         walk_buffer(p, UPIPE_A2A_Q, stage);
         walk_buffer(p, UPIPE_A2A_KV, stage);
         walk_buffer(p, UPIPE_A2A_DKV, stage);
+        j = upipe_plan_heads_sent(p, UPIPE_A2A_KV, stage);
+        if (any_fresh && j > kv_most) kv_most = j;
     }
+    CHECK_INT(p->buffers.kv_send, p->rows * kv_most * wide * (int64_t)upipe_dtype_bytes(d->dtype));
     CHECK_INT(upipe_plan_before(p, p->stages, -1), d->heads);
     for (j = 0; j < d->heads; ++j) CHECK_SAY(seen[j] == 1, "head %d is attended %d times", j, seen[j]);
     for (j = 0; j < d->kv_heads; ++j) {

@@ -60,6 +60,7 @@ static upipe_status run_entry(upipe_ctx *c, int entry, operands *o)
     upipe_adamw w = adamw_of(elements(o->y), 3, 1);
     upipe_cross_entropy capped;
     for (int i = 0; i < WIDE; ++i) f[i] = (float *)o->f[i].data;
+    rope.pos_step = 3;
     switch (entry) {
     case COPY:
         return ops->copy(c, o->y.data, o->a.data, y_bytes < a_bytes ? y_bytes : a_bytes);

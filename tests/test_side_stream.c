@@ -196,6 +196,41 @@ static void test_order(void)
     }
 }
 
+enum { TASKS = 3 * UPI_CPU_SIDE_STREAM_TASKS };
+
+typedef struct task {
+    struct task *all;
+    int *ran; /* how many have */
+    int turn; /* the place in which it ran */
+} task;
+
+static void note_turn(void *arg)
+{
+    task *t = (task *)arg;
+    if (t == t->all) test_nap(0.05); /* the others are posted meanwhile, until there is no place */
+    t->turn = (*t->ran)++;
+}
+
+/* More tasks than a side stream has places for wait for one: each runs once, in the order in which they were posted. */
+static void test_places(void)
+{
+    upipe_cpu_side_stream buf;
+    upipe_side_stream side;
+    upipe_ctx c = {0};
+    task tasks[TASKS];
+    int ran = 0;
+    CHECK_STATUS(upipe_cpu_side_stream_init(&buf, &side, &c.err), UPIPE_OK, c.err);
+    for (int i = 0; i < TASKS; ++i) {
+        tasks[i] = (task){tasks, &ran, -1};
+        CHECK_STATUS(side.post(&c, &side, note_turn, &tasks[i]), UPIPE_OK, c.err);
+    }
+    CHECK_STATUS(side.join(&c, &side), UPIPE_OK, c.err);
+    for (int i = 0; i < TASKS; ++i)
+        CHECK_SAY(tasks[i].turn == i, "task %d ran in place %d", i, tasks[i].turn);
+    CHECK_INT(ran, TASKS);
+    upipe_cpu_side_stream_free(&buf);
+}
+
 /* ---- failures ---- */
 
 /* Most allocations are the side stream's. */
@@ -352,6 +387,7 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     TEST(test_order());
+    TEST(test_places());
     TEST(test_refused());
     TEST(test_peak());
     TEST(test_same(8, 8, 2, 2, 0, 0, UPIPE_F32));

@@ -102,6 +102,7 @@ static upipe_status check_weights(const way *w, upipe_ctx *c, upipe_zero *z, int
         const int pending = z->ahead != NULL;
         int64_t n = first[unit + 1] - first[unit], bad = 0;
         const void *data;
+        CHECK_INT(own, w->stage == 3 ? n * (int64_t)upipe_dtype_bytes(w->dtype) : 0);
         UPIPE_TRY(upipe_zero_weights_begin(c, z, unit, &data));
         CHECK_INT(c->mem->live, pending ? before : before + own);
         if (w->trouble == SILENT && z->rank == w->ranks - 1) {
@@ -187,6 +188,9 @@ static upipe_status check_rounds(const way *w, upipe_ctx *c, upipe_zero *z)
         UPIPE_TRY(add_gradients(w, c, z));
         if (w->stage < 2 && round < w->again) continue;
         UPIPE_TRY(upipe_zero_grads_sum(c, z));
+        if (w->stage < 2)
+            CHECK_REFUSED(upipe_zero_grads_sum(c, z), UPIPE_ERR_ARG, c->err,
+                          "the gradients are summed already");
         check_sums(w, z, round + 1);
         CHECK_INT(z->moved, w->away ? gathered + 4 * n * (1 + 2 * round) : 0);
     }
@@ -487,6 +491,111 @@ static void test_lent(void)
     CHECK(mem->live == 0);
 }
 
+/* The front of the shard is not lent where it reaches into the unit's own slice. */
+static void test_not_lent(void)
+{
+    static const int64_t two[3] = {0, 6, 16};
+    static float shard[16];
+    alone one;
+    upipe_ctx *const c = &one.c;
+    upipe_zero z = alone_make(&one, POOL, 2, two, 2);
+    float *a;
+    z.grads = shard;
+    CHECK_STATUS(upipe_zero_grads_clear(c, &z), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_zero_grads_first(c, &z, 1, &a), UPIPE_OK, c->err);
+    CHECK(a != shard);
+    for (int i = 0; i < 10; ++i) a[i] = (float)(1 + i);
+    CHECK_STATUS(upipe_zero_grads_end(c, &z, 1, a), UPIPE_OK, c->err);
+    for (int i = 0; i < 16; ++i)
+        CHECK_SAY(shard[i] == (float)(i < 6 ? 0 : i - 5), "sum %d is %g", i, (double)shard[i]);
+    CHECK(one.mem.live == 0);
+}
+
+/* Rounds of a step in host memory, and the units that a failed step has left open, are none of the next step. */
+static void test_next_step(void)
+{
+    static const int64_t two[3] = {0, 4, 8};
+    float shard[8];
+    alone one;
+    upipe_ctx *const c = &one.c;
+    for (int away = 0; away < 2; ++away) {
+        upipe_zero z = alone_make(&one, POOL, 2, two, 2);
+        float *g, *left;
+        z.grads = shard, z.grads_away = away;
+        for (int step = 0; step < 2; ++step) {
+            CHECK_STATUS(upipe_zero_grads_clear(c, &z), UPIPE_OK, c->err);
+            for (int round = 0; round < 2; ++round) {
+                if (round > 0) z.round = round; /* a step begins in round 0 */
+                for (int unit = 2; unit-- > 0;) {
+                    CHECK_STATUS(upipe_zero_grads_begin(c, &z, unit, &g), UPIPE_OK, c->err);
+                    for (int i = 0; i < 4; ++i) g[i] += (float)(1 + step);
+                    CHECK_STATUS(upipe_zero_grads_end(c, &z, unit, g), UPIPE_OK, c->err);
+                }
+            }
+            for (int i = 0; i < 8; ++i)
+                CHECK_SAY(shard[i] == (float)(2 + 2 * step), "step %d: sum %d is %g", step, i,
+                          (double)shard[i]);
+            CHECK_STATUS(upipe_zero_grads_clear(c, &z), UPIPE_OK, c->err); /* a step that fails */
+            CHECK_STATUS(upipe_zero_grads_first(c, &z, 1, &left), UPIPE_OK, c->err);
+            CHECK((left == shard) == !away);
+            upipe_mem_rewind(c->mem, 0);
+        }
+    }
+}
+
+/* Ranks that do not agree say on what. */
+static const char *const differing[] = {"the stage of ZeRO is 2 on rank 0 and 3 on rank 1",
+                                        "its number of units is 6 on rank 0 and 5 on rank 1",
+                                        "its number of elements is 1087 on rank 0 and 1090 on rank 1",
+                                        "the hash of its units is ",
+                                        "the type of its parameters is 0 on rank 0 and 1 on rank 1",
+                                        "the type in which gradients are sent is 0 on rank 0 and 1 on rank 1",
+                                        "its strip is 16 on rank 0 and 32 on rank 1",
+                                        "its side stream is 0 on rank 0 and 1 on rank 1"};
+
+typedef struct differs {
+    upipe_threads world;
+    int field;
+} differs;
+
+static upipe_status differing_body(void *user, int rank)
+{
+    static const int64_t more[UNITS + 1] = {0, 5, 5, 22, 23, 1023, ELEMENTS + 3},
+                                      moved[UNITS + 1] = {0, 5, 5, 22, 24, 1023, ELEMENTS};
+    differs *d = (differs *)user;
+    const int field = rank == 1 ? d->field : -1;
+    const upipe_ops ops = cpu_table();
+    upipe_side_stream side;
+    upipe_mem mem;
+    upipe_ctx c = {.team = upipe_threads_comm(&d->world, rank)};
+    upipe_zero z = {.world = c.team, .rank = rank, .ranks = 2, .units = UNITS, .first = first, .stage = 2};
+    context_pool(&c, &mem, &ops, POOL, BLOCKS);
+    z.strip = 64;
+    if (field == 0) z.stage = 3;
+    if (field == 1) z.units = 5;
+    if (field == 2) z.first = more;
+    if (field == 3) z.first = moved;
+    if (field == 4) z.dtype = UPIPE_BF16;
+    if (field == 5) z.sent = UPIPE_BF16;
+    if (field == 6) z.strip = 128;
+    if (field == 7) z.side = &side, z.side_world = c.team;
+    CHECK_REFUSED(upipe_zero_check(&c, &z), UPIPE_ERR_MISMATCH, c.err, differing[d->field]);
+    upipe_mem_destroy(&mem, NULL);
+    return UPIPE_OK;
+}
+
+static void test_differing(void)
+{
+    differs d;
+    upipe_err e;
+    for (d.field = 0; d.field < (int)(sizeof differing / sizeof *differing); ++d.field) {
+        CHECK_STATUS(upipe_threads_init(&d.world, 2, 20, &e), UPIPE_OK, e);
+        CHECK_STATUS(upipe_threads_run(&d.world, differing_body, &d, NULL, &e), UPIPE_OK, e);
+        upipe_threads_free(&d.world);
+        buffers_free(0);
+    }
+}
+
 /* A dry rank gathers ahead too: a unit that was not announced is refused, a second one as well. */
 static void test_announced(void)
 {
@@ -528,6 +637,9 @@ int main(int argc, char **argv)
     TEST(test_silent());
     TEST(test_refused());
     TEST(test_lent());
+    TEST(test_not_lent());
+    TEST(test_next_step());
+    TEST(test_differing());
     TEST(test_announced());
     return test_end("zero");
 }

@@ -25,7 +25,7 @@
 
 /* What a call has: inputs, results and gradients, f32, packed, on the list of memory.h. */
 typedef struct linear {
-    int64_t n;
+    int64_t n, pos; /* tokens, and the position of the first one; not 0: for run alone */
     int key_heads, heads, key_dim, value_dim, chunk, delta;
     upipe_borders borders;
     float *q, *k, *v, *g, *beta, *state; /* inputs */
@@ -226,7 +226,7 @@ static inline void run(linear *x, upipe_ctx *c, const int64_t *cuts, int parts)
     memcpy(states, x->state, (size_t)count_of(x, 5) * 4);
     for (int i = 0; i < parts; ++i) {
         const int64_t first = i > 0 ? cuts[i - 1] : 0;
-        upipe_linear_grad g = call_of(x, first, cuts[i] - first, first);
+        upipe_linear_grad g = call_of(x, first, cuts[i] - first, x->pos + first);
         g.a.state = states + i * count_of(x, 5);
         g.a.out = states + (i + 1) * count_of(x, 5);
         work_begin(c, &g.a, UPIPE_LINEAR_FWD);
@@ -236,7 +236,7 @@ static inline void run(linear *x, upipe_ctx *c, const int64_t *cuts, int parts)
     memcpy(x->dstate, x->dend, (size_t)count_of(x, 5) * 4);
     for (int i = parts - 1; i >= 0; --i) {
         const int64_t first = i > 0 ? cuts[i - 1] : 0;
-        upipe_linear_grad g = call_of(x, first, cuts[i] - first, first);
+        upipe_linear_grad g = call_of(x, first, cuts[i] - first, x->pos + first);
         g.a.state = states + i * count_of(x, 5);
         g.dstate = x->dstate;
         work_begin(c, &g.a, UPIPE_LINEAR_BWD);
@@ -384,15 +384,20 @@ static inline linear cut_shape(test_rng *r, int i, int key_heads)
     return x;
 }
 
+/* Cuts at multiples of the chunk change no bit, wherever among them the first token is. */
 static inline void check_linear_cuts(upipe_ctx *c, int key_heads)
 {
-    static const int64_t cuts[] = {32, 64, 160, 171};
+    static const int64_t cuts[][4] = {{32, 64, 160, 171}, {27, 59, 155, 171}}, pos[] = {0, 5},
+                         borders[] = {-1, 10, 33, 100, 176};
     test_rng r = {11};
-    for (int i = 0; i < LINEAR_CUTS; ++i) {
-        linear x = cut_shape(&r, i, key_heads), y;
+    for (int i = 0; i < 2 * LINEAR_CUTS; ++i) {
+        linear x = cut_shape(&r, i % LINEAR_CUTS, key_heads), y;
+        const int late = i / LINEAR_CUTS;
+        x.pos = pos[late];
+        if (late && x.borders.cu_seqlens != NULL) x.borders.cu_seqlens = borders;
         run(&x, c, &x.n, 1);
         y = twin_of(&x);
-        run(&y, c, cuts, 4);
+        run(&y, c, cuts[late], 4);
         check_bits(&x, &y, "cuts");
         buffers_free(0);
     }

@@ -434,8 +434,10 @@ static inline upipe_status rank_body(void *user, int rank)
     for (int i = a->segments - 1; i >= 0 && s == UPIPE_OK; --i) {
         s = part_bwd(&c, comm, &parts[i], carry);
         if (s == UPIPE_OK) read_rows(&c, a, &parts[i], a->grad[X], parts[i].dx);
-        if (s != UPIPE_OK) CHECK_STATUS(upipe_linear_saved_free(&c, &parts[i].saved), UPIPE_OK, c.err);
-        if (s != UPIPE_OK) CHECK_INT(mem.live, 0);
+        if (s == UPIPE_OK) continue;
+        CHECK_REFUSED(part_bwd(&c, comm, &parts[i], carry), UPIPE_ERR_ARG, c.err, "consumed");
+        CHECK_STATUS(upipe_linear_saved_free(&c, &parts[i].saved), UPIPE_OK, c.err);
+        CHECK_INT(mem.live, 0);
     }
     if (s == UPIPE_OK) {
         const float *const from[TENSORS] = {NULL,
