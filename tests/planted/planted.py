@@ -32,7 +32,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
 
@@ -92,9 +91,10 @@ def switch(bugs, old):
 def switch_python(bugs, old, indent):
     """The same in Python; indent: of the line that `old` is, None where it is a part of one."""
     name = "__import__('upipe_planted').planted"
+    if indent is not None:
+        return f'\n{indent}el'.join(f'if {name}({bug.number}): {bug.new or "pass"}' for bug in bugs) + f'\n{indent}else: {old}'
     for bug in bugs:
-        old = (f'(({bug.new}) if {name}({bug.number}) else ({old}))' if indent is None else
-               f'if {name}({bug.number}): {bug.new or "pass"}\n{indent}else:\n{indent} {old}')
+        old = f'(({bug.new}) if {name}({bug.number}) else ({old}))'
     return old
 
 
@@ -120,17 +120,17 @@ def plant(name, text, bugs):
 
 
 def write_if_new(path, data):
-    """Whether it was another one."""
-    try:
-        with open(path, 'rb') as source:
-            if source.read() == data:
-                return False
-    except OSError:
-        pass
+    """What has not changed keeps its time, and is not compiled again."""
+    if os.path.exists(path) and read(path) == data:
+        return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, 'wb') as out:
         out.write(data)
-    return True
+
+
+def read(path):
+    with open(path, 'rb') as source:
+        return source.read()
 
 
 def make_copy(folder, bugs):
@@ -145,8 +145,7 @@ def make_copy(folder, bugs):
     tree = os.path.join(folder, 'tree')
     for name in names:
         source, copy = os.path.join(TOP, name), os.path.join(tree, name)
-        with open(source, 'rb') as file:
-            data = file.read()
+        data = read(source)
         if name in by_file:
             data = plant(name, data.decode(), by_file[name]).encode()
         write_if_new(copy, data)
@@ -167,7 +166,6 @@ class Shop:
     def __init__(self, folder, bugs):
         self.folder, self.bugs = folder, bugs
         self.built = os.path.join(folder, 'built')
-        self.lock = threading.Lock()
 
     def build(self, names=None):
         """All tests, or those of these names."""
@@ -235,8 +233,8 @@ class Shop:
 
 def reach_all(shop, workers):
     """{test: (bugs, seconds)}; kept until a file of the copy changes."""
-    path = os.path.join(shop.folder, 'reached.json')
-    stamp = max(os.path.getmtime(os.path.join(shop.folder, 'tree', name)) for name in list_files(os.path.join(shop.folder, 'tree')))
+    path, tree = os.path.join(shop.folder, 'reached.json'), os.path.join(shop.folder, 'tree')
+    stamp = max(os.path.getmtime(os.path.join(tree, name)) for name in list_files(tree))
     try:
         with open(path, encoding='utf-8') as file:
             kept = json.load(file)
@@ -257,7 +255,7 @@ def reach_all(shop, workers):
                 print(broken, flush=True)
     with open(path, 'w', encoding='utf-8') as file:
         json.dump({'stamp': stamp, 'reached': reached}, file)
-    return {name: (set(found), seconds) for name, (found, seconds) in reached.items() if name in shop.tests}, wrong
+    return {name: (set(reached[name][0]), reached[name][1]) for name in shop.tests if name in reached}, wrong
 
 
 def try_bug(shop, bug, reached, first, most):
@@ -269,7 +267,7 @@ def try_bug(shop, bug, reached, first, most):
             break
         status, seconds = shop.run_test(name, {'UPIPE_PLANTED': str(bug.number)}, 4 * usual + 20)
         spent += seconds
-        if status != 0:
+        if status not in (0, runner.SKIPPED):
             seen.append((name, 'hangs' if status is None else 'fails', seconds))
             if first:
                 break
@@ -327,10 +325,12 @@ def check(bugs):
                 plant(name, source.read(), here)
         except (OSError, Broken) as broken:
             wrong.append(str(broken))
-    wrong += [f'{MATRIX}: there is no such bug: {area}: {says}' for area, says in set(read_matrix()) - {(b.area, b.says) for b in bugs}]
+    known = {(bug.area, bug.says) for bug in bugs}
+    wrong += [f'matrix.tsv has a bug that no list has: {": ".join(row)}' for row in read_matrix() if row not in known]
     with open(os.path.join(TOP, 'docs', 'testing.md'), encoding='utf-8') as source:
         text = source.read()
-    wrong += [f'docs/testing.md lacks a line of planted.py --page: {line}' for line in page(bugs).split('\n') if line not in text]
+    wrong += [f'docs/testing.md lacks this line of planted.py --page: {line}'
+              for line in page(bugs).split('\n') if line not in text]
     for line in wrong:
         print(line, file=sys.stderr)
     print(f'planted: {len(bugs)} bugs in {len(by_file)} files, {len(wrong)} breaches')
@@ -338,7 +338,8 @@ def check(bugs):
 
 
 def choose(bugs, words):
-    return [bug for bug in bugs if not words or any(word == bug.area or word in f'{bug.file} {bug.says}' for word in words)]
+    return [bug for bug in bugs
+            if not words or any(word == bug.area or word in f'{bug.file} {bug.says}' for word in words)]
 
 
 def some(shop, workers):
@@ -355,19 +356,23 @@ def some(shop, workers):
         if time.monotonic() - began >= budget:
             break
         shop.build([name])
+        if name not in shop.tests:  # it needs what this machine has not
+            continue
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             jobs = [(bug, pool.submit(shop.run_test, name, {'UPIPE_PLANTED': str(bug.number)}, 4 * seconds + 20))
                     for bug, seconds in by_test[name]]
             for bug, job in jobs:
                 status, seconds = job.result()
+                unseen = status in (0, runner.SKIPPED)
                 ran += 1
-                survived += status == 0
-                print(f'{"SURVIVED" if status == 0 else "seen"}  {bug.area}: {bug.says}  [{name} {seconds:.1f} s]', flush=True)
+                survived += unseen
+                print(f'{"SURVIVED" if unseen else "seen"}  {bug.area}: {bug.says}  [{name} {seconds:.1f} s]', flush=True)
     return ran, survived
 
 
 def main():
-    parser = argparse.ArgumentParser(prog='planted.py')
+    parser = argparse.ArgumentParser(prog='planted.py', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--only', nargs='+', default=[], metavar='WORD')
     parser.add_argument('--tests', nargs='+', metavar='NAME')
     parser.add_argument('--unseen', action='store_true')
@@ -376,8 +381,8 @@ def main():
     parser.add_argument('--some', action='store_true')
     parser.add_argument('--check', action='store_true')
     parser.add_argument('--page', action='store_true')
-    parser.add_argument('--folder', default=os.path.join(TOP, 'build', 'planted'))
-    parser.add_argument('--workers', type=int, default=os.cpu_count() or 1)
+    parser.add_argument('--folder', default=os.path.join(TOP, 'build', 'planted'), help='where the copy is')
+    parser.add_argument('--workers', type=int, default=os.cpu_count() or 1, help='tests that run at once')
     options = parser.parse_args()
     try:
         bugs = read_all()
