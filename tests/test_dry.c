@@ -895,6 +895,7 @@ static void test_pairs(void)
 /* Where a round has one or two stages, the ring mode that is chosen holds no more than the other one. */
 static void test_ring_mode(void)
 {
+    set_scratch(0, 0, 0);
     for (int group = 1; group <= 2; ++group)
         for (int ring = 2; ring <= 8; ++ring) {
             size_t peak[UPIPE_RING_ALL_GATHER + 1];
