@@ -127,9 +127,9 @@ class Workshop:
 
     def build(self, name, mutant, change):
         """The test program with the mutant's header compiled anew, changed or not."""
-        place = os.path.join(self.scratch, name)
-        shutil.copytree(os.path.join(self.top, 'upipe'), os.path.join(place, 'upipe'))
-        header = os.path.join(place, 'upipe', 'cuda', mutant.file)
+        copy = os.path.join(self.scratch, name)
+        shutil.copytree(os.path.join(self.top, 'upipe'), os.path.join(copy, 'upipe'))
+        header = os.path.join(copy, 'upipe', 'cuda', mutant.file)
         with open(header, encoding='utf-8') as source:
             text = source.read()
         if change:
@@ -139,18 +139,18 @@ class Workshop:
                 out.write(text)
         rules = RULES.get(mutant.program, '')
         mine = [] if rules else sorted(self.touched(mutant.file))
-        unit = os.path.join(place, 'unit.cpp')
-        program = os.path.join(place, 'program')
+        unit = os.path.join(copy, 'unit.cpp')
+        program = os.path.join(copy, 'program')
         own = self.own_source(mutant)
         if own:
-            self.compile(own, BUILDS[mutant.build], unit + '.o', place)
+            self.compile(own, BUILDS[mutant.build], unit + '.o', copy)
             run([CXX, unit + '.o', *self.fakes, '-pthread', '-lm', '-ldl', '-o', program], name)
             return program
         with open(unit, 'w', encoding='utf-8') as out:
             out.write(UNIT.format(includes=rules + '\n'.join(f'#include "upipe/cuda/{name}"' for name in mine),
                                   entries=''.join(f'    ops->{entry} = {function};\n'
                                                   for name in mine for entry, function in self.entries[name])))
-        self.compile(unit, BUILDS[mutant.build], unit + '.o', place)
+        self.compile(unit, BUILDS[mutant.build], unit + '.o', copy)
         run([CXX, self.test_object(mutant), unit + '.o', self.base[mutant.build], *self.fakes, '-pthread', '-lm', '-o',
              program], name)
         return program
