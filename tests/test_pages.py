@@ -30,7 +30,7 @@ ELSEWHERE = {
     r'--best|best\.png': 'takes half a minute; test_planner.py has it for a small model, and its picture',
     r'^meson setup build &&': 'is the build that has made PROGRAMS',
     r'build/gcc/tests|tests/simt/mutants\.py|^verdict |read_verdict\.py': 'is what the suite simt runs',
-    r'tests/planted/planted\.py': 'takes minutes; the suite mutants runs some of it',
+    r'tests/planted/planted\.py': 'takes minutes to hours',
     r'^(?!.*--plan).*--device cuda|\bnvcc\b|09_cuda\.o': 'needs a GPU, or nvcc',
     r'\bsrun\b|#SBATCH': 'needs Slurm',
     r'\btorchrun\b|08_nccl': 'needs a launcher or GPUs; test_world_tcp.py sets what the launcher sets',
