@@ -10,7 +10,7 @@ usage() {
 usage: sh tests/run.sh [--full | --all] [--only NAME...] [--list] [--no-install]
 
 Without an option: every primitive, method and program, the CUDA kernels on the emulator, MPI, and the sanitizers on what
-matters most; at most ten minutes on two cores, with what it installs and builds. Builds are kept in build/. The last line
+matters most; some ten minutes on two cores, with what it installs and builds. Builds are kept in build/. The last line
 is the verdict, "N passed, N failed"; the exit status is zero if nothing failed and something ran.
 
 On Debian and Ubuntu missing programs are installed with apt-get (through sudo if you are not root). A terminal is asked

@@ -653,7 +653,6 @@ def test_lora(folder):
             off = max(abs(x - alpha / rank * y) for x, y in zip(got, numbers))
             check(off <= 1e-5 * largest, f'{one_of}: {off} off, of {largest}')
         check(not any(before['exp_avg.' + a][1]) and any(first[a][1]), f'{a}: B is zero at first, A is not')
-    lora['data'] = BOOK
     for what, flags in [('3 ranks', {'ranks': 3, 'heads': 3, 'kv_heads': 3}), ('bf16', {'dtype': 'bf16', 'untied': True}),
                         ('segments', {'method': 'fpdt', 'segments': 2, 'attention_bias': 'qkvo', 'activations': 'blocks:2,grad'})]:
         flags = {**few, 'steps': 2, 'data': BOOK, 'lora': '3:8:k,o,down', **flags}
