@@ -548,6 +548,7 @@ def kept_elsewhere(abi, library, layer):
     u = abi.Attention(library, tokens=TOKENS, heads=HEADS, head_dim=DIM)
     u.qkv_fwd(0, none, none, none, none)
     refused(abi, lambda: u.restore(0, saved), 'is before its backward')
+    refused(abi, lambda: u.qkv_fwd(0, none, none, none, none), 'or again before its backward')
     u.close()
 
 

@@ -343,6 +343,8 @@ static upipe_status body(void *user, upipe_host *h)
 
 static void test_port(const mask &m, bool by_class)
 {
+    static const std::int64_t whole_sequences[] = {0, T, B * T};
+    static const float others[HQ] = {};
     job j = {};
     j.m = m, j.by_class = by_class;
     for (int l = 0; l < LAYERS; ++l) {
@@ -352,14 +354,15 @@ static void test_port(const mask &m, bool by_class)
             j.want[l].dout[i] = (float)((int)(i * 23) % 89 - 44) / 200;
         truth(j.want[l], m);
     }
-    const std::vector<std::int64_t> borders(m.borders, m.borders + (m.documents > 0 ? m.documents + 1 : 0));
     for (int ranks = 1; ranks <= RANKS_MOST; ranks *= 2) {
         upipe_host_desc d;
         std::memset(&d, 0, sizeof d);
         d.plan.tokens = T, d.plan.batch = B, d.plan.ranks = ranks, d.plan.heads = HQ, d.plan.kv_heads = HKV;
         d.plan.head_dim = D, d.layers = LAYERS, d.user = &j;
-        d.call.mask.causal = 1, d.call.mask.sinks = m.sinks, d.call.mask.window = m.window;
-        d.call.mask.borders.cu_seqlens = borders.data(), d.call.mask.borders.cu_seqlens_n = m.documents;
+        d.call.mask.causal = 1; /* what a layer of a class has is its own */
+        d.call.mask.sinks = m.sinks != nullptr ? others : nullptr, d.call.mask.window = m.window > 0 ? T : 0;
+        d.call.mask.borders.cu_seqlens = m.documents > 0 ? whole_sequences : nullptr;
+        d.call.mask.borders.cu_seqlens_n = m.documents > 0 ? B : 0;
         run_ranks(d, body);
     }
 }
