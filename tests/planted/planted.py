@@ -45,8 +45,8 @@ from tree import list_files  # noqa: E402
 MOST = 1 << 20  # numbers, as in planted.h
 MATRIX = os.path.join(HERE, 'matrix.tsv')
 SOON = 10  # seconds; what hangs takes longer
-SUITES = 'compile unit property programs faults net torch'.split()  # the emulator's kernels have a list of their own
-ALSO = {'nccl', 'peer'}  # over the fake device
+EMULATED = {'simt', 'fake'}  # suites: the kernels have a list of their own
+ALSO = {'nccl', 'peer', 'torchrun'}  # over the fake device; of the full run, where transformers is
 # What reads the tree, which the copy is not.
 TREE = {'api', 'headers', 'layers', 'planted', 'reach', 'runner', 'setup', 'text', 'toys', 'words'}
 PYTHON = '''import os
@@ -175,10 +175,10 @@ class Shop:
             self.run_command(['meson', 'setup', self.built, tree, '-Doptimization=0', '-Dwerror=false', '-Dcuda=disabled'])
         self.run_command(['ninja', '-C', self.built, 'build.ninja'])
         known = self.described('tests')
-        left = runner.parts()[0].without
-        self.tests = {test['name']: test for test in known if test['name'] not in TREE.union(left)
-                      and (set(runner.suites(test)) & set(SUITES) or test['name'] in ALSO)
-                      and (names is None or test['name'] in names)}
+        chosen = [test for test in runner.parts()[0].tests(known, 'ordinary')
+                  if test['name'] not in TREE and not set(runner.suites(test)) & EMULATED]
+        self.tests = {test['name']: test for test in [*chosen, *(test for test in known if test['name'] in ALSO)]
+                      if names is None or test['name'] in names}
         files = {target['id']: target['filename'] for target in self.described('targets')}
         wanted = {os.path.relpath(file, self.built) for test in self.tests.values() for name in test['depends']
                   for file in files.get(name, [])}
