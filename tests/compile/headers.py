@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """headers.py TOP [cuda] -- every header compiles alone, twice, and in two linked units, as C11 and C++17; all as CUDA; no mutable object
 
-For each header under TOP/upipe a unit that includes it first and then again is read as C11 with all warnings as errors (by
-clang, and as C23, C++17 and C++20, all of them at once); two units with all of them are compiled and linked. Headers in cpu/ are also read for every instruction set that a compiler here has, whether this machine runs it
-or not: in the full run each of them alone, else all at once. gcc makes code of everything in all of them, for each instruction set, and no writable object
-or visible symbol may be there. Kernels are C++: alone with the emulator's seams. The larger programs compile without
-optimization too, with which gcc warns of other things (--buildtype=plain). Flags that break IEEE arithmetic are refused,
-with a sentence that says the mend. With the word cuda nvcc compiles two linked units with all of them, and nothing else
-does: that takes long. Where CUDA or NCCL is missing, the tests' fakes stand for their headers. What a missing compiler or
-library leaves out is said; it is a failure if no compiler is found at all.
+For each header under TOP/upipe a unit that includes it first and then again is read as C11 with all warnings as errors
+(by clang, and as C23, C++17 and C++20, all of them at once); two units with all of them are compiled and linked.
+Headers in cpu/ are also read for every instruction set that a compiler here has, whether this machine runs it or not:
+in the full run each of them alone, else all at once. gcc makes code of everything in all of them, in the full run for
+each instruction set, and no writable object or visible symbol may be there. Kernels are C++: alone with the emulator's
+seams. Flags that break IEEE arithmetic are refused, with a sentence that says the mend. With the word cuda nvcc
+compiles two linked units with all of them, and nothing else does: that takes long. Where CUDA or NCCL is missing, the
+tests' fakes stand for their headers. What a missing compiler or library leaves out is said; it is a failure if no
+compiler is found at all.
 """
 
 import concurrent.futures
@@ -61,7 +62,6 @@ NVCC_FLAGS = ['-std=c++17', '-arch=compute_80', '-Xcicc', '-O0', '-Werror=all-wa
 
 FULL = bool(os.environ.get('UPIPE_FULL'))
 
-PROGRAMS = ['examples/compare/compare.c', 'examples/llama/train.c', 'examples/llama/logits.c']
 NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
 
 FIRST = '{includes}{includes}int second(void);\nint main(void)\n{{\n    return second();\n}}\n'
@@ -142,11 +142,6 @@ def compile_apart(label, top):
             return label, False, f'a unit that declares the table has kernels:\n{symbols}'
         ok, said = run(['g++', *objects, '-o', os.path.join(folder, 'both'), '-lm'])
         return (label, *run([os.path.join(folder, 'both')])) if ok else (label, False, said)
-
-
-def compile_program(label, program, top):
-    return label, *run(['gcc', '-std=c11', '-O0', *WARNINGS, *POSIX, '-DUPIPE_CPU_DECLARE', '-I', top, '-c',
-                        os.path.join(top, program), '-o', os.devnull])
 
 
 def compile_refused(label, compiler, flags, suffix, text, sentence, top):
@@ -249,8 +244,6 @@ def host_jobs(headers, flags_of, top):
 
     if shutil.which('gcc') and shutil.which('g++'):
         jobs.append((compile_apart, 'the CPU table in a unit of its own', top))
-    if shutil.which('gcc'):
-        jobs += [(compile_program, f'{program} without optimization', program, top) for program in PROGRAMS]
     for language, (compiler, standard, suffix) in NEXT.items():
         if shutil.which(compiler):
             jobs.append((compile_one, f'{language}: all headers', compiler,
@@ -286,7 +279,7 @@ def host_jobs(headers, flags_of, top):
                              standard + WARNINGS + READ_ONLY + POSIX + foreign + flags, suffix, host_headers, top))
         if language == 'C11, gcc':
             for note, (flags, machines) in SIMD.items():
-                if re.match(machines, machine):
+                if (FULL or not note) and re.match(machines, machine):
                     jobs.append((find_objects, f'objects of all headers{note}', compiler,
                                  standard + KEEP + POSIX + foreign + flags, suffix, host_headers, top))
         if language in HOST:

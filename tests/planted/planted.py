@@ -8,7 +8,7 @@ first. A test sees a bug where it fails or hangs. The result is matrix.tsv, a li
 
     planted.py                      every bug, every test that reaches it; hours
     planted.py --first              every bug, up to the first test that sees it
-    planted.py --unseen             those that no test has seen so far
+    planted.py --unseen             those that no test which is there has seen so far
     planted.py --most SECONDS       of each bug tests that take so long together
     planted.py --only pool 'step'   the bugs of a list, or whose text has a word
     planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
@@ -218,11 +218,15 @@ class Shop:
             os.remove(log.name)
         return status, time.monotonic() - began
 
-    def reach(self, name):
-        """(bugs whose code a test reaches, its seconds), or the reason why it cannot say."""
+    def reached(self, name):
+        """(status, the numbers of the bugs whose code a test reaches)"""
         with tempfile.NamedTemporaryFile(dir=self.folder) as file:
             status, _ = self.run_test(name, {'UPIPE_PLANTED_REACHED': file.name}, 900)
-            found = {int(line) for line in file.read().split()}
+            return status, {int(line) for line in file.read().split()}
+
+    def reach(self, name):
+        """(bugs whose code a test reaches, its seconds), or the reason why it cannot say."""
+        status, found = self.reached(name)
         if status == runner.SKIPPED:
             return set(), 0.0
         if status == 0 and found:
@@ -365,6 +369,8 @@ def some(shop, workers):
             for bug, job in jobs:
                 status, seconds = job.result()
                 unseen = status in (0, runner.SKIPPED)
+                if unseen and bug.number not in shop.reached(name)[1]:
+                    continue  # code of another processor, or of a package that is not here
                 ran += 1
                 survived += unseen
                 print(f'{"SURVIVED" if unseen else "seen"}  {bug.area}: {bug.says}  [{name} {seconds:.1f} s]', flush=True)
@@ -393,9 +399,6 @@ def main():
         if options.check:
             return check(bugs)
         chosen = choose(bugs, options.only)
-        if options.unseen:
-            kept = read_matrix()
-            chosen = [bug for bug in chosen if not kept.get((bug.area, bug.says), ('', []))[1]]
         os.makedirs(options.folder, exist_ok=True)
         shop = Shop(options.folder, bugs)
         if options.some:
@@ -405,6 +408,8 @@ def main():
         shop.build(options.tests)
         reached, wrong = reach_all(shop, options.workers)
         kept, survived = read_matrix(), 0
+        if options.unseen:
+            chosen = [bug for bug in chosen if not shop.tests.keys() & kept.get((bug.area, bug.says), ('', []))[1]]
         with concurrent.futures.ThreadPoolExecutor(options.workers) as pool:
             jobs = {pool.submit(try_bug, shop, bug, reached, options.first, options.most): bug for bug in chosen}
             for job in concurrent.futures.as_completed(jobs):
