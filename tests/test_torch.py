@@ -270,6 +270,8 @@ def test_refused():
                lambda u: upipe_torch.forward(q, q.to('meta'), q, *5 * [None], u.number, 0, u.saved_bytes[0]))
     refused_of('the handle has torch.bfloat16', lambda u: attention(u, 0, q, q, q), dtype=1)
     refused_of('v is (1, 37, 1, 32)', lambda u: attention(u, 0, q, q, q[:, :, :1]))
+    swapped = q.transpose(1, 2)  # as scaled_dot_product_attention takes it
+    refused_of('q is (1, 2, 37, 32)', lambda u: attention(u, 0, swapped, swapped, swapped))
     refused_of('q is (37, 2, 32)', lambda u: attention(u, 0, q[0], q, q))
     refused_of('rank 1 of 1', lambda u: attention(u, 1, q, q, q))
     refused_of('causal is True; the handle has False', lambda u: attention(u, 0, q, q, q, causal=True))
