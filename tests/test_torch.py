@@ -355,6 +355,18 @@ def test_operators():
     refused('the handle is closed', lambda: torch.compile(body, fullgraph=True, backend='aot_eager')(*tensors))
 
 
+def check_sums(team):
+    """A weight that has two names is summed once; what this rank has not used counts as zeros."""
+    model = torch.nn.ModuleList([torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(1, 1)])
+    model[1].weight = model[0].weight
+    loss = (1 + team.rank) * model[1].weight.sum()
+    (loss + model[2].weight.sum() if team.rank == 1 else loss).backward()
+    team.sum_gradients(model)
+    for name, p in model.named_parameters():
+        want = {'0.weight': 3, '2.weight': 1, '2.bias': 0}[name]
+        check(bool((p.grad == want).all()), f'MPI, rank {team.rank}: the gradient of {name} is {p.grad.tolist()}, not {want}')
+
+
 def rank_of_mpi():
     """This process is one of mpirun's: a team over MPI, and sums of the process group."""
     torch.manual_seed(1)
@@ -372,6 +384,7 @@ def rank_of_mpi():
     for name, ours, true in zip(('o', 'dq', 'dk', 'dv', 'dw'), [*(team.gather(t) for t in got), weight.weight.grad], [*want, summed]):
         off = (ours - true).abs().max() / true.abs().max()
         check(bool(off <= 2e-6), f'MPI, rank {team.rank}: {name} is off by {off:.3g} of the largest')
+    check_sums(team)
     refused('rank 1 asks for', lambda: team.handle(tokens=40 + team.rank, heads=4, head_dim=DIM))
     team.close()
     return end(f'rank {team.rank}')
