@@ -918,21 +918,27 @@ static void test_work(void)
 {
     const upipe_mask masks[] = {{.window = 0}, {.causal = 1}, {.window = 2}, {.causal = 1, .window = 2}};
     const double pairs[] = {16, 10, 13, 7}; /* of four rows and the same keys, one mask after another */
-    double fwd = 0, bwd = 0;
+    static const struct {
+        int out, a, b, trans, times; /* heads: each alone, of one operand for all, or added up */
+    } products[] = {{1, 1, 1, 0, 1}, {1, 1, 1, 1, 1}, {4, 4, 4, 0, 4},
+                    {4, 1, 4, 1, 4}, {4, 4, 1, 0, 4}, {1, 4, 4, 1, 4}};
+    double fwd = 0, bwd = 0, done = 0;
     upipe_ctx *c = &dry->ctx;
     upipe_attn_grad g = {0};
     CHECK_STATUS(upipe_dry_init(dry, NULL, &fake_ops), UPIPE_OK, c->err);
     set_scratch(0, 0, 0);
-    CHECK_STATUS(c->ops->gemm(c, upipe_view_packed(NULL, UPIPE_F32, 3, 1, 5),
-                              upipe_view_packed(NULL, UPIPE_F32, 3, 1, 7),
-                              upipe_view_packed(NULL, UPIPE_F32, 7, 1, 5), 0, NULL, 0),
-                 UPIPE_OK, c->err);
-    CHECK_INT(dry->work.products, 2 * 3 * 5 * 7);
-    CHECK_STATUS(c->ops->gemm(c, upipe_view_packed(NULL, UPIPE_F32, 3, 1, 5),
-                              upipe_view_packed(NULL, UPIPE_F32, 11, 1, 3),
-                              upipe_view_packed(NULL, UPIPE_F32, 11, 1, 5), UPIPE_GEMM_TRANS_A, NULL, 0),
-                 UPIPE_OK, c->err);
-    CHECK_INT(dry->work.products, 2 * 3 * 5 * (7 + 11));
+    for (size_t i = 0; i < sizeof products / sizeof *products; ++i) {
+        const upipe_view out = upipe_view_packed(NULL, UPIPE_F32, 3, products[i].out, 5);
+        const int h = products[i].a, trans = products[i].trans;
+        const upipe_view a = upipe_view_packed(NULL, UPIPE_F32, trans ? 11 : 3, h, trans ? 3 : 7);
+        CHECK_STATUS(c->ops->gemm(c, out, a,
+                                  upipe_view_packed(NULL, UPIPE_F32, trans ? 11 : 7, products[i].b, 5),
+                                  trans ? UPIPE_GEMM_TRANS_A : 0, NULL, 0),
+                     UPIPE_OK, c->err);
+        done += 2 * 3 * 5 * (trans ? 11 : 7) * products[i].times;
+        CHECK_SAY(dry->work.products == done, "%g operations after product %zu, not %g", dry->work.products,
+                  i, done);
+    }
     g.a.q = upipe_view_packed(NULL, UPIPE_F32, 4, 2, 3);
     g.a.k = upipe_view_packed(NULL, UPIPE_F32, 4, 1, 3);
     g.a.v = upipe_view_packed(NULL, UPIPE_F32, 4, 1, 5);
