@@ -14,8 +14,9 @@ first. A test sees a bug where it fails or hangs. The result is matrix.tsv, a li
     planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
     planted.py --check              only whether each bug has its place in the code, and the page what is kept
     planted.py --page               prints what docs/testing.md has of matrix.tsv
-    planted.py --some               as many as UPIPE_MUTANTS_SECONDS (60) allow, of those that were seen within 10 s, each
-                                    with the test that saw it first. The commit says the order. Nothing is written
+    planted.py --some               each with the test that saw it first, as many as UPIPE_MUTANTS_SECONDS (60) allow, of
+                                    those that were seen within 10 s; with UPIPE_MUTANTS=all all of them. The commit says
+                                    the order. Nothing is written
 
 The status is zero if every bug that ran was seen.
 """
@@ -349,11 +350,12 @@ def choose(bugs, words):
 
 def some(shop, workers):
     """As many as the time allows, each with the test that saw it first: how many ran, and how many nothing saw."""
-    budget, began = float(os.environ.get('UPIPE_MUTANTS_SECONDS') or 60), time.monotonic()
+    every = os.environ.get('UPIPE_MUTANTS') == 'all'
+    budget, began = float('inf') if every else float(os.environ.get('UPIPE_MUTANTS_SECONDS') or 60), time.monotonic()
     kept, by_test = read_matrix(), {}
     for bug in shop.bugs:
         seconds, tests = kept.get((bug.area, bug.says), ('', []))
-        if tests and float(seconds) <= SOON:
+        if tests and (every or float(seconds) <= SOON):
             by_test.setdefault(tests[0], []).append((bug, float(seconds)))
     commit = subprocess.run(['git', '-C', TOP, 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False).stdout
     ran = survived = 0
