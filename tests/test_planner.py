@@ -234,6 +234,72 @@ def accumulated():
     check(1 <= all_of['seconds_step'] / half['seconds_step'] < 1.1, f"{all_of['seconds_step']} s of replicas, alone {half['seconds_step']}")
 
 
+# ---- the time ----
+
+# Rates at which each share of a step of TIMED takes a part of the time that is seen; of NARROW what runs beside the kernels too.
+WIDE = {'attention_forward_flops': 2e8, 'attention_backward_flops': 3e8, 'dense_flops': 5e8, 'all_to_all_bytes': 3e6,
+        'all_to_all_bytes_nodes': 2e6, 'ring_bytes': 7e6, 'ring_bytes_nodes': 5e6, 'host_link_bytes': 4e6, 'segments_link_bytes': 6e6,
+        'ring_merge_bytes': 9e6, 'stage_seconds': 0.01, 'layer_seconds': 0.1, 'wait_part': 0.05, 'native_ring_attention_part': 0.4}
+NARROW = {**WIDE, 'ring_bytes': 2e5, 'ring_bytes_nodes': 1e5, 'host_link_bytes': 3e5}
+TIMED = {**SMALL, 'num_hidden_layers': 3, 'num_key_value_heads': 4}
+LAYERS, DIM, FF, VOCAB, HEADS, WIDTH = 3, 64, 192, 256, 4, 128
+LAYER = DIM * (4 * WIDTH + 3 * FF)
+
+
+def seconds_of(work, rate, ranks, team, node):
+    """Of what a rank does: transfers beside kernels take what they take longer, over nodes at the rate of those."""
+    beside = rate['ring_bytes_nodes' if ranks > node else 'ring_bytes']
+    attention = work['forward'] / rate['attention_forward_flops'] + work['backward'] / rate['attention_backward_flops']
+    compute = attention + work['products'] / rate['dense_flops']
+    away = (team - node) / (team - 1) if team > node else 0
+    return (compute + work['team'] * ((1 - away) / rate['all_to_all_bytes'] + away / rate['all_to_all_bytes_nodes']) +
+            max(0, work['ring'] / beside - attention) + work['merged'] / rate['ring_merge_bytes'] +
+            (attention * rate['wait_part'] if ranks > 1 else 0) + max(0, work['states'] / beside - compute) +
+            work.get('exposed', 0) / beside + max(0, work.get('moved', 0) / rate['host_link_bytes'] - compute) +
+            work.get('waited', 0) / rate['host_link_bytes'] + work.get('segments', 0) / rate['segments_link_bytes'] +
+            work['layers'] * rate['layer_seconds'] + work['stages'] * rate['stage_seconds'])
+
+
+def trained(method, ranks, ring, batch, micro, size, ahead):
+    """A step of this library's trainer on 512 tokens with zero 3, each layer computed twice and the MLP's last product once."""
+    team, sequences = ranks // ring, batch * micro
+    rows = 512 * sequences // ranks
+    last = sum(range(512 - 512 // ranks + 1, 513)) if method == 'ring' else 512 * 513 / 2 / ranks
+    pairs = last * sequences * HEADS * LAYERS
+    # calls of attention: blocks of a ring, of two pieces each where it is even; a backward of pieces goes head by head
+    blocks = ring if method in ('ring', 'ulysses') else 2 * ring + 1
+    calls = 3 * blocks if blocks == ring else blocks * (2 + HEADS // team)
+    merged = 3 * ring - 2 if blocks == ring else (3 * blocks - 4) / 2
+    tokens = rows * team  # of a rank's heads: keys and values go round three times, and their gradients in f32 once
+    round_trips = (0 if method == 'ring' else 3 * (ring - 1) * size) + ring * 4
+    sums = micro * 4 * (1 - 1 / ranks) * (LAYERS * LAYER + VOCAB * DIM)
+    norms = (2 * LAYERS + 1) * DIM * 4 * 2 * (1 - 1 / ranks)
+    gathered = 2 * sums * size / 4
+    return {'forward': 2 * 4 * 32 * pairs, 'backward': 10 * 32 * pairs,
+            'products': rows * (LAYERS * (8 * LAYER + 2 * DIM * 3 * WIDTH - 2 * DIM * FF) + 6 * VOCAB * DIM),
+            'team': rows * LAYERS * (size * 15 * WIDTH + 4 * HEADS) * (1 - 1 / team),
+            'ring': tokens * LAYERS * 2 * WIDTH / team * round_trips if ring > 1 else 0,
+            'merged': 8 * rows * WIDTH * LAYERS * merged if ring > 1 else 0,
+            'states': (gathered + norms if ahead else 0), 'exposed': sums + (0 if ahead else gathered + norms),
+            'layers': LAYERS * micro, 'stages': LAYERS * micro * (batch * calls - 3)}
+
+
+def step_time():
+    """Seconds of a step are those of its FLOPs and bytes, counted here: of each method, over nodes, batches and micro-batches."""
+    one = ['--model', model('timed', **TIMED), '--device', 'cpu', '--tokens', '512', '--zero', '3', '--activations', 'ac']
+    for method, ring, batch, micro, size, ahead in [('ulysses', 1, 1, 1, 4, 0), ('ulysses', 1, 3, 2, 2, 0), ('ulysses', 1, 1, 2, 2, 1),
+                                                    ('ring', 4, 1, 1, 4, 0), ('ring', 4, 2, 2, 2, 1), ('zigzag', 4, 1, 1, 4, 0),
+                                                    ('zigzag', 4, 2, 1, 2, 1), ('usp', 2, 1, 1, 4, 0), ('usp', 2, 2, 3, 4, 1)]:
+        words = [*one, '--method', method, '--batch', batch, '--accumulate', micro, '--dtype', {2: 'bf16', 4: 'f32'}[size],
+                 *(['--zero-prefetch'] if ahead else []), *(['--ring', ring] if method == 'usp' else [])]
+        work = trained(method, 4, ring, batch, micro, size, ahead)
+        for node in 1, 2, 3, 4:
+            for name, rates in ('wide', WIDE), ('narrow', NARROW):
+                got = plan(*words, '--machine', machine(f'{name}.json', ranks=4, ranks_per_node=node, rates=rates))['seconds_step']
+                want = seconds_of(work, rates, 4, 4 // ring, node)
+                check(abs(got / want - 1) < 1e-8, f'{words[8:]}, nodes of {node}, {name}: {got} s, not {want}')
+
+
 # ---- what people write, and what is refused ----
 
 
@@ -557,6 +623,6 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, presets, small_cards, same_bytes, accumulated, numbers, documents, progress, linear, refusals, paths, others, pictures:
+    for test in paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, progress, linear, refusals, paths, others, pictures:
         run_test(test)
 sys.exit(end('planner'))
