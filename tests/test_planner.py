@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, load, read, run_command, run_test, tree, write  # pylint: disable=wrong-import-position
+from checks import check, end, load, needed, read, run_command, run_test, tree, write  # pylint: disable=wrong-import-position
 
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
 FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'link_bytes', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
@@ -37,6 +37,12 @@ SMALL = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_s
          'num_hidden_layers': 2, 'vocab_size': 256, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 32,
          'tie_word_embeddings': True}
 
+TINY = {**SMALL, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+# Parameters as the models' authors publish them.
+BILLIONS = {'llama3-8b': 8.03, 'llama3-70b': 70.55, 'llama3.1-8b': 8.03, 'llama3.1-70b': 70.55, 'llama3.1-405b': 405.85,
+            'llama3.2-1b': 1.236, 'llama3.2-3b': 3.213, 'qwen2.5-7b': 7.616, 'qwen2.5-32b': 32.76, 'qwen2.5-72b': 72.71,
+            'qwen3-8b': 8.19, 'qwen3-14b': 14.77, 'qwen3-32b': 32.76, 'mistral-7b': 7.242, 'mistral-7b-v0.3': 7.248,
+            'smollm2-135m': 0.1345, 'gemma3-1b': 1.0, 'gemma2-2b': 2.614, 'gemma2-9b': 9.242}
 QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'use_sliding_window': False}
 
 
@@ -157,12 +163,15 @@ def small_cards():
 
 
 def presets():
-    """Every model that has a name is planned for a GPU."""
+    """Every model that has a name is planned for a GPU, and has as many parameters as its authors say."""
     known = run(PLAN, '--model', 'nosuch', '--tokens', '64k')[1].split('one of ')[1].split(' (')[0].split(', ')
-    check({'llama3-8b', 'gemma3-1b', 'gemma2-9b'} <= set(known), f'only {known}')
+    check(set(known) == set(BILLIONS), f'models {known}')
     for name in known:
-        got, said, numbers = run(PLAN, '--model', name, '--machine', 'h100x8', '--ranks', '1', '--tokens', '8k')
+        got, said, numbers = run(PLAN, '--model', name, '--machine', 'h100x8', '--ranks', '4', '--tokens', '8k', '--activations', 'offload')
         check(got in (0, 3) and numbers['gpu_bytes'] > 0, f'{name}: {got}: {said[-200:]}')
+        held = {part['name']: part['bytes'] for part in numbers['components']}
+        size = held['optimizer'] * 4 / 12 # of a quarter: f32 weights and two moments
+        check(abs(size / (BILLIONS[name] * 1e9) - 1) < 0.005, f'{name}: {size / 1e9:.3f}, published are {BILLIONS[name]} billion parameters')
 
 
 def update():
@@ -513,7 +522,7 @@ def paths():
 
 
 def others():
-    """Models that the trainer refuses; advice; a machine that was written; rates of benchmarks; the best setting."""
+    """Models that the trainer refuses; advice; a machine that was written."""
     for name, other, word in ('biased', QWEN2, None), (
             'scaled', {'rope_scaling': {'rope_type': 'llama3', 'factor': 8}}, 'rope_scaling'), (
             'sliding', {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}, None), (
@@ -534,6 +543,11 @@ def others():
     faster, preset = (plan('--model', 'llama3-8b', '--tokens', '1M', '--machine', name) for name in (measured, 'h200x8'))
     check(faster['gpu_bytes'] == preset['gpu_bytes'] and faster['seconds_step'] != preset['seconds_step'],
           'measured rates are not read')
+
+
+def calibrated():
+    """Rates of benchmarks: of the most threads, of the most elements, and of a CPU the part of each rank."""
+    written = at('written.json')
     attention = os.path.join(TOP, 'bench', 'results', 'attn_avx512.json')
     products = os.path.join(TOP, 'bench', 'results', 'gemm.json')
     run_command([PLAN, '--machine', 'cpu', '--calibrate', attention, '--calibrate', products, '--write-machine',
@@ -546,12 +560,38 @@ def others():
     check(load(written)['rates']['host_update_bytes']['value'] == 10e9, load(written)['rates']['host_update_bytes'])
     check(all('measured' in rates[name]['origin'] and 1e9 < rates[name]['value'] < 1e12 for name in
               ('attention_forward_flops', 'attention_backward_flops', 'dense_flops')), rates)
-    small = ['--model', model('small'), '--machine', machine(ranks=2, gpu_reserve='0B', gpu_memory='12MiB'), '--device',
-             'cpu', '--tokens', '4k']
+    many = at('many.json')
+    write(many, ''.join(f'{{"op": "{op}", "{unit}": {rate}, "rows": 9, "d": 9, "threads": {threads}}}\n' for op, unit, rate, threads in (
+        ('gemm', 'gflops', 100, 1), ('gemm', 'gflops', 48, 4), ('gemm', 'gflops', 40, 4), ('attn_fwd', 'tflops', 2, 4),
+        ('attn_bwd', 'tflops', 1, 4), ('adamw', 'gbytes_per_s', 6, 4))))
+    for host, ranks in ('cpu', 8), ('h100x8', 1):
+        run_command([PLAN, '--machine', host, '--calibrate', many, '--write-machine', written]).check_returncode()
+        got, want = load(written)['rates'], {'dense_flops': 48e9 / ranks, 'attention_forward_flops': 2e12 / ranks,
+                                             'attention_backward_flops': 1e12 / ranks, 'host_update_bytes': 6e9}
+        check(all(got[name]['value'] == rate for name, rate in want.items()), f'{host}: {got}, not {want}')
+
+
+def roomy(name, **other):
+    """A machine of two GPUs, on which all settings are tried."""
+    return ['--machine', machine(f'{name}.json', **{'ranks': 2, 'gpu_reserve': '0B', 'gpu_memory': '12MiB', **other}), '--device', 'cpu']
+
+
+def fastest(got, what):
+    """Settings are in the order of their time; of the Pareto set is what needs less than all faster ones."""
+    settings, least = got['settings'], float('inf')
+    check(all(a['seconds_step'] <= b['seconds_step'] for a, b in zip(settings, settings[1:])), f'{what}: not in the order of their time')
+    for one in settings:
+        check(one['pareto'] == (one['gpu_bytes'] < least), f'{what}: {one}, others have {least}')
+        least = min(least, one['gpu_bytes'])
+    check(got['tried'] == got['refused'] + got['pruned'] + len(settings), f'{what}: settings do not add up')
+
+
+def best_setting():
+    """The fastest that fits; states leave a GPU that does not hold them; where nothing fits, what comes nearest."""
+    small = ['--model', model('small'), *roomy('machine'), '--tokens', '4k']
     got = plan(*small, '--best')
-    fits = [one for one in got['settings'] if one['pareto']]
-    check(got['fits'] and got['tried'] == got['refused'] + got['pruned'] + len(got['settings']), 'settings do not add up')
-    check(got['best'].split()[:1] == ['--method'] and fits, got.get('best'))
+    fastest(got, 'best')
+    check(got['seconds_step'] == got['settings'][0]['seconds_step'] and got['best'] == got['settings'][0]['flags'], got['best'])
     confirmed = plan(*small, *got['best'].split())
     check(confirmed['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
     check(FIELDS <= set(got), f'fields {sorted(got)}')
@@ -559,25 +599,52 @@ def others():
     kinds = {one['flags'].split('--activations ')[1] for one in got['settings']}
     check({'ac', 'offload', 'sao:2', 'sac', 'sac:1', 'blocks:2'} <= kinds, f'only {kinds} were tried')
     least = min(one['gpu_bytes'] for one in got['settings'])
-    less = ['--model', model('small'), '--machine', machine('less.json', ranks=2, gpu_reserve='0B', gpu_memory=f'{least - 1:.0f}B'),
-            '--device', 'cpu', '--tokens', '4k']
+    less = ['--model', model('small'), *roomy('less', gpu_memory=f'{least - 1:.0f}B'), '--tokens', '4k']
     got = plan(*less, '--best')
     check(got['settings'] and all('--offload-optimizer' in one['flags'] and one['link_bytes'] > 0 for one in got['settings']),
           f"states are on a GPU that does not hold them: {got['settings'][:3]}")
     check(plan(*less, *got['best'].split())['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
-    tight = ['--model', model('small'), '--machine', machine('tight.json', ranks=2, gpu_reserve='0B', gpu_memory='200KiB'),
-             '--device', 'cpu', '--best']
-    for words in ['--tokens', '2k'], ['--max-tokens']:
-        got = plan(*tight, *words, status=3)
-        check(got['gpu_bytes'] > 200 * 1024 and got['pruned'] + got['refused'] == got['tried'] and not got['settings'] and
+    tiny = ['--model', model('tiny', **TINY), '--best']
+    for words in ['--max-tokens'], ['--tokens', '8k']:
+        got = plan(*tiny, *roomy('tight', gpu_memory='1KiB'), *words, status=3)
+        check(got['gpu_bytes'] > 1024 and got['pruned'] + got['refused'] == got['tried'] and not got['settings'] and
               'best' not in got and FIELDS <= set(got), f"{got['gpu_bytes']} bytes come nearest")
+    nearest = got['gpu_bytes']
+    plan(*tiny, *roomy('tight', gpu_memory=f'{nearest - 1}B'), *words, status=3)
+    got = plan(*tiny, *roomy('tight', gpu_memory=f'{nearest}B'), *words)
+    check(got['gpu_bytes'] == nearest == min(one['gpu_bytes'] for one in got['settings']), f"{nearest} bytes, {got['settings']}")
+
+
+def extrapolated():
+    """Of a long sequence time, host and link are those of full plans, and the best setting is the fastest that fits by one."""
+    long = ['--model', model('tiny', **TINY), '--tokens', '512k']
+    got = plan(*long, *roomy('all', gpu_memory='90TiB', rates={'host_update_bytes': 1}), '--best')
+    fastest(got, 'extrapolated')
+    full = {}
+    for one in got['settings'][::3] + [one for one in got['settings'] if one['pareto']]:
+        full[one['flags']] = whole = plan(*long, *roomy('all', gpu_memory='90TiB'), *one['flags'].split())
+        check(abs(whole['seconds_step'] / one['seconds_step'] - 1) < 1e-7, f"{one}: {whole['seconds_step']} s by a full plan")
+        for name in 'host_bytes_node', 'link_bytes':
+            check(whole[name] == one[name], f'{one}: {name} is {whole[name]} by a full plan')
+        check(abs(whole['gpu_bytes'] / one['gpu_bytes'] - 1) < 0.01, f"{one}: {whole['gpu_bytes']} bytes by a full plan")
+    longer = [one for one in got['settings'] if one['pareto'] and full[one['flags']]['gpu_bytes'] > one['gpu_bytes']]
+    needed(longer, 'no line is too short')
+    room = roomy('short', gpu_memory=f"{longer[0]['gpu_bytes']}B", rates={'host_update_bytes': 1})
+    status, _, got = run(PLAN, *long, *room, '--best')
+    fits = [one['flags'] for one in got['settings'] if run(PLAN, *long, *room, *one['flags'].split())[0] == 0]
+    check(longer[0]['flags'] in [one['flags'] for one in got['settings']] and longer[0]['flags'] not in fits, f'{longer[0]}: {fits}')
+    check((status == 0) == got['fits'] == bool(fits) and got.get('best') == (fits[0] if fits else None), f"{got.get('best')}, not {fits[:1]}")
+
+
+def longest_settings():
+    """The longest sequence of each method, confirmed by full plans."""
+    small = ['--model', model('small'), *roomy('machine'), '--tokens', '4k']
     far = plan(*small[:-2], '--max-tokens', '--best')
     confirmed = [one for one in far['settings'] if one['confirmed']]
     check(FIELDS <= set(far) and far['max_tokens'] == confirmed[0]['max_tokens'], f'fields {sorted(far)}')
     check(len({one['flags'].split()[1] for one in confirmed}) > 4, confirmed)
     for size in range(4): # of some memories the lines overestimate the longest, whatever scratch the kernels take
-        words = ['--model', model('small'), '--machine', machine(f'far{size}.json', ranks=2, gpu_reserve='0B',
-                                                                 gpu_memory=f'{6144 + 397 * size}KiB'), '--device', 'cpu']
+        words = ['--model', model('small'), *roomy(f'far{size}', gpu_memory=f'{6144 + 397 * size}KiB')]
         many = plan(*words, '--max-tokens', '--best')
         longest = {}
         for one in many['settings']:
@@ -593,6 +660,8 @@ def others():
         check(one['confirmed'] or abs(most / one['max_tokens'] - 1) < 0.02, f"{one}: {most} tokens by full dry runs")
         plan(*words, most)
         plan(*words, most + 2048, status=3)
+        seconds = plan(*words, one['max_tokens'])['seconds_step'] if one['max_tokens'] <= most else one['seconds_step']
+        check(abs(seconds / one['seconds_step'] - 1) < 1e-7, f'{one}: {seconds} s by a full plan')
     _, said, _ = run(PLAN, '--model', 'llama3-8b', '--as', 'torchtitan', '--max-tokens', '--machine',
                      machine('huge.json', gpu_memory='900TiB', host_memory='900TiB'))
     check('longer ones are not planned: ' in said, said[-300:])
@@ -623,6 +692,7 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, progress, linear, refusals, paths, others, pictures:
+    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, progress, linear, refusals, paths,
+                 others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))
