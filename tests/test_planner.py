@@ -249,6 +249,8 @@ def accumulated():
 WIDE = {'attention_forward_flops': 2e8, 'attention_backward_flops': 3e8, 'dense_flops': 5e8, 'all_to_all_bytes': 3e6,
         'all_to_all_bytes_nodes': 2e6, 'ring_bytes': 7e6, 'ring_bytes_nodes': 5e6, 'host_link_bytes': 4e6, 'segments_link_bytes': 6e6,
         'ring_merge_bytes': 9e6, 'stage_seconds': 0.01, 'layer_seconds': 0.1, 'wait_part': 0.05, 'native_ring_attention_part': 0.4}
+FREE = {name: 1e-12 if name.endswith(('seconds', 'part')) else 1e24 for name in WIDE}
+FREE['native_ring_attention_part'] = 1
 NARROW = {**WIDE, 'ring_bytes': 2e5, 'ring_bytes_nodes': 1e5, 'host_link_bytes': 3e5}
 TIMED = {**SMALL, 'num_hidden_layers': 3, 'num_key_value_heads': 4}
 LAYERS, DIM, FF, VOCAB, HEADS, WIDTH = 3, 64, 192, 256, 4, 128
@@ -377,24 +379,39 @@ def shard(layout, tokens, ring, rank):
     return list(range(rank, tokens, ring))
 
 
+def packed_in(lengths, tokens, batch=1):
+    """The document of each token of all sequences: the last one of each is cut."""
+    of, filled = [], 0
+    while len(of) < tokens * batch:
+        of += [filled] * min(lengths[filled % len(lengths)], tokens - len(of) % tokens)
+        filled += 1
+    return of
+
+
+def pairs_of(rows, inner, of, window=0):
+    """[step][rank]: pairs of a query and a key that it sees, one by one. rows: those of a sequence that a rank has."""
+    ring, tokens = len(rows), sum(map(len, rows))
+    steps = [[0] * ring for _ in range(ring)]
+    for step in range(ring):
+        for rank in range(ring):
+            block = (rank // inner - step // inner) % (ring // inner) * inner + (rank % inner - step % inner) % inner
+            steps[step][rank] = sum(k <= q and of[at + k] == of[at + q] and (window == 0 or q - k < window)
+                                    for at in range(0, len(of), tokens) for q in rows[rank] for k in rows[block])
+    return steps
+
+
+LAYOUTS = [('ring', 'contiguous', 4), ('zigzag', 'zigzag', 4), ('stripe', 'striped', 4), ('double-ring', 'zigzag', 2)]
+
+
 def documents():
     """Pairs by rank and step against all of them, one by one; the numbers of attention follow."""
     tokens, ring, lengths = 1024, 4, [100, 1, 300, 37, 250]
     write(at('lengths'), '100 1\n300,37\n250\n')
     small = ['--model', model('small'), '--machine', machine(ranks=ring), '--device', 'cpu', '--tokens', str(tokens)]
     packed = [*small, '--documents', at('lengths')]
-    of, filled = [], 0
-    while filled < tokens:
-        of += [len(of)] * min(lengths[filled % 5], tokens - len(of))
-        filled = filled + 1 if len(of) < tokens else tokens
-    for method, layout, inner in ('ring', 'contiguous', 4), ('zigzag', 'zigzag', 4), ('stripe', 'striped', 4), ('double-ring', 'zigzag', 2):
-        rows = [shard(layout, tokens, ring, rank) for rank in range(ring)]
-        steps = [[0] * ring for _ in range(ring)]
-        for step in range(ring):
-            for rank in range(ring):
-                block = (rank // inner - step // inner) % (ring // inner) * inner + (rank % inner - step % inner) % inner
-                keys = rows[block]
-                steps[step][rank] = sum(k <= q and of[k] == of[q] for q in rows[rank] for k in keys)
+    of = packed_in(lengths, tokens)
+    for method, layout, inner in LAYOUTS:
+        steps = pairs_of([shard(layout, tokens, ring, rank) for rank in range(ring)], inner, of)
         got = plan(*packed, '--method', method)['documents']
         sums = [sum(step[rank] for step in steps) for rank in range(ring)]
         check(got['steps'] == steps, f"{method}: {got['steps']}, not {steps}")
@@ -422,6 +439,29 @@ def documents():
     check(ones['pairs'] == ones['number'] == tokens, f'{ones}')
     refused('a step of more than 131072 documents is not planned', *small, *short, '--tokens', '256k', '--ranks', '4')
     refused('131072 documents over a ring of 64 ranks with striped tokens', *small, *short, '--tokens', '128k', '--method', 'stripe')
+
+
+def packed_steps():
+    """The sequences of a batch have their own documents, and layers their windows; time is that of each step's slowest rank."""
+    tokens, batch, ring, lengths = 128, 3, 4, [100, 1, 37, 50]
+    write(at('lengths'), '100 1 37 50')
+    of = packed_in(lengths, tokens, batch)
+    rates = {**FREE, 'attention_forward_flops': 1, 'attention_backward_flops': 0.1}
+    small = ['--machine', machine('attention.json', ranks=ring, rates=rates), '--device', 'cpu', '--tokens', tokens, '--batch', batch,
+             '--documents', at('lengths'), '--activations', 'ac', '--model']
+    sliding = {'architectures': ['MistralForCausalLM'], 'model_type': 'mistral', 'sliding_window': 9}
+    partly = {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}
+    for config, window in ({}, 0), (sliding, 9), (partly, 0):
+        name = model('windowed', **config)
+        for method, layout, inner in LAYOUTS:
+            steps = pairs_of([shard(layout, tokens, ring, rank) for rank in range(ring)], inner, of, window)
+            got = plan(*small, name, '--method', method)
+            said, waited = got['documents'], sum(map(max, steps)) * 4 * 32 * 2  # of 4 heads and 2 layers
+            check(said['steps'] == steps and said['number'] == len(set(of)), f'{config} {method}: {said}, not {steps}')
+            check(said['pairs_of_one'] == batch * sum(min(q + 1, window or tokens) for q in range(tokens)), f'{config} {method}: {said}')
+            if config is not partly: # each layer sees as much
+                check(abs(got['seconds_step'] / (waited * (2 * 4 + 10 * 10)) - 1) < 1e-8,
+                      f"{config} {method}: {got['seconds_step']} s, not {waited * (2 * 4 + 10 * 10)}")
 
 
 def progress():
@@ -692,7 +732,7 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, progress, linear, refusals, paths,
+    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, packed_steps, progress, linear, refusals, paths,
                  others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))
