@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, load, read, run_command, run_test, tree, write  # pylint: disable=wrong-import-position
+from checks import check, end, load, needed, read, run_command, run_test, tree, write  # pylint: disable=wrong-import-position
 
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
 FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'link_bytes', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
@@ -37,6 +37,12 @@ SMALL = {'architectures': ['LlamaForCausalLM'], 'model_type': 'llama', 'hidden_s
          'num_hidden_layers': 2, 'vocab_size': 256, 'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 32,
          'tie_word_embeddings': True}
 
+TINY = {**SMALL, 'num_hidden_layers': 1, 'num_attention_heads': 2}
+# Parameters as the models' authors publish them.
+BILLIONS = {'llama3-8b': 8.03, 'llama3-70b': 70.55, 'llama3.1-8b': 8.03, 'llama3.1-70b': 70.55, 'llama3.1-405b': 405.85,
+            'llama3.2-1b': 1.236, 'llama3.2-3b': 3.213, 'qwen2.5-7b': 7.616, 'qwen2.5-32b': 32.76, 'qwen2.5-72b': 72.71,
+            'qwen3-8b': 8.19, 'qwen3-14b': 14.77, 'qwen3-32b': 32.76, 'mistral-7b': 7.242, 'mistral-7b-v0.3': 7.248,
+            'smollm2-135m': 0.1345, 'gemma3-1b': 1.0, 'gemma2-2b': 2.614, 'gemma2-9b': 9.242}
 QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'use_sliding_window': False}
 
 
@@ -157,12 +163,15 @@ def small_cards():
 
 
 def presets():
-    """Every model that has a name is planned for a GPU."""
+    """Every model that has a name is planned for a GPU, and has as many parameters as its authors say."""
     known = run(PLAN, '--model', 'nosuch', '--tokens', '64k')[1].split('one of ')[1].split(' (')[0].split(', ')
-    check({'llama3-8b', 'gemma3-1b', 'gemma2-9b'} <= set(known), f'only {known}')
+    check(set(known) == set(BILLIONS), f'models {known}')
     for name in known:
-        got, said, numbers = run(PLAN, '--model', name, '--machine', 'h100x8', '--ranks', '1', '--tokens', '8k')
+        got, said, numbers = run(PLAN, '--model', name, '--machine', 'h100x8', '--ranks', '4', '--tokens', '8k', '--activations', 'offload')
         check(got in (0, 3) and numbers['gpu_bytes'] > 0, f'{name}: {got}: {said[-200:]}')
+        held = {part['name']: part['bytes'] for part in numbers['components']}
+        size = held['optimizer'] * 4 / 12 # of a quarter: f32 weights and two moments
+        check(abs(size / (BILLIONS[name] * 1e9) - 1) < 0.005, f'{name}: {size / 1e9:.3f}, published are {BILLIONS[name]} billion parameters')
 
 
 def update():
@@ -234,6 +243,74 @@ def accumulated():
     check(1 <= all_of['seconds_step'] / half['seconds_step'] < 1.1, f"{all_of['seconds_step']} s of replicas, alone {half['seconds_step']}")
 
 
+# ---- the time ----
+
+# Rates at which each share of a step of TIMED takes a part of the time that is seen; of NARROW what runs beside the kernels too.
+WIDE = {'attention_forward_flops': 2e8, 'attention_backward_flops': 3e8, 'dense_flops': 5e8, 'all_to_all_bytes': 3e6,
+        'all_to_all_bytes_nodes': 2e6, 'ring_bytes': 7e6, 'ring_bytes_nodes': 5e6, 'host_link_bytes': 4e6, 'segments_link_bytes': 6e6,
+        'ring_merge_bytes': 9e6, 'stage_seconds': 0.01, 'layer_seconds': 0.1, 'wait_part': 0.05, 'native_ring_attention_part': 0.4}
+FREE = {name: 1e-12 if name.endswith(('seconds', 'part')) else 1e24 for name in WIDE}
+FREE['native_ring_attention_part'] = 1
+NARROW = {**WIDE, 'ring_bytes': 2e5, 'ring_bytes_nodes': 1e5, 'host_link_bytes': 3e5}
+TIMED = {**SMALL, 'num_hidden_layers': 3, 'num_key_value_heads': 4}
+LAYERS, DIM, FF, VOCAB, HEADS, WIDTH = 3, 64, 192, 256, 4, 128
+LAYER = DIM * (4 * WIDTH + 3 * FF)
+
+
+def seconds_of(work, rate, ranks, team, node):
+    """Of what a rank does: transfers beside kernels take what they take longer, over nodes at the rate of those."""
+    beside = rate['ring_bytes_nodes' if ranks > node else 'ring_bytes']
+    attention = work['forward'] / rate['attention_forward_flops'] + work['backward'] / rate['attention_backward_flops']
+    compute = attention + work['products'] / rate['dense_flops']
+    away = (team - node) / (team - 1) if team > node else 0
+    return (compute + work['team'] * ((1 - away) / rate['all_to_all_bytes'] + away / rate['all_to_all_bytes_nodes']) +
+            max(0, work['ring'] / beside - attention) + work['merged'] / rate['ring_merge_bytes'] +
+            (attention * rate['wait_part'] if ranks > 1 else 0) + max(0, work['states'] / beside - compute) +
+            work.get('exposed', 0) / beside + max(0, work.get('moved', 0) / rate['host_link_bytes'] - compute) +
+            work.get('waited', 0) / rate['host_link_bytes'] + work.get('segments', 0) / rate['segments_link_bytes'] +
+            work['layers'] * rate['layer_seconds'] + work['stages'] * rate['stage_seconds'])
+
+
+def trained(method, ranks, ring, batch, micro, size, ahead):
+    """A step of this library's trainer on 512 tokens with zero 3, each layer computed twice and the MLP's last product once."""
+    team, sequences = ranks // ring, batch * micro
+    rows = 512 * sequences // ranks
+    last = sum(range(512 - 512 // ranks + 1, 513)) if method == 'ring' else 512 * 513 / 2 / ranks
+    pairs = last * sequences * HEADS * LAYERS
+    # calls of attention: blocks of a ring, of two pieces each where it is even; a backward of pieces goes head by head
+    blocks = ring if method in ('ring', 'ulysses') else 2 * ring + 1
+    calls = 3 * blocks if blocks == ring else blocks * (2 + HEADS // team)
+    merged = 3 * ring - 2 if blocks == ring else (3 * blocks - 4) / 2
+    tokens = rows * team  # of a rank's heads: keys and values go round three times, and their gradients in f32 once
+    round_trips = (0 if method == 'ring' else 3 * (ring - 1) * size) + ring * 4
+    sums = micro * 4 * (1 - 1 / ranks) * (LAYERS * LAYER + VOCAB * DIM)
+    norms = (2 * LAYERS + 1) * DIM * 4 * 2 * (1 - 1 / ranks)
+    gathered = 2 * sums * size / 4
+    return {'forward': 2 * 4 * 32 * pairs, 'backward': 10 * 32 * pairs,
+            'products': rows * (LAYERS * (8 * LAYER + 2 * DIM * 3 * WIDTH - 2 * DIM * FF) + 6 * VOCAB * DIM),
+            'team': rows * LAYERS * (size * 15 * WIDTH + 4 * HEADS) * (1 - 1 / team),
+            'ring': tokens * LAYERS * 2 * WIDTH / team * round_trips if ring > 1 else 0,
+            'merged': 8 * rows * WIDTH * LAYERS * merged if ring > 1 else 0,
+            'states': (gathered + norms if ahead else 0), 'exposed': sums + (0 if ahead else gathered + norms),
+            'layers': LAYERS * micro, 'stages': LAYERS * micro * (batch * calls - 3)}
+
+
+def step_time():
+    """Seconds of a step are those of its FLOPs and bytes, counted here: of each method, over nodes, batches and micro-batches."""
+    one = ['--model', model('timed', **TIMED), '--device', 'cpu', '--tokens', '512', '--zero', '3', '--activations', 'ac']
+    for method, ring, batch, micro, size, ahead in [('ulysses', 1, 1, 1, 4, 0), ('ulysses', 1, 3, 2, 2, 0), ('ulysses', 1, 1, 2, 2, 1),
+                                                    ('ring', 4, 1, 1, 4, 0), ('ring', 4, 2, 2, 2, 1), ('zigzag', 4, 1, 1, 4, 0),
+                                                    ('zigzag', 4, 2, 1, 2, 1), ('usp', 2, 1, 1, 4, 0), ('usp', 2, 2, 3, 4, 1)]:
+        words = [*one, '--method', method, '--batch', batch, '--accumulate', micro, '--dtype', {2: 'bf16', 4: 'f32'}[size],
+                 *(['--zero-prefetch'] if ahead else []), *(['--ring', ring] if method == 'usp' else [])]
+        work = trained(method, 4, ring, batch, micro, size, ahead)
+        for node in 1, 2, 3, 4:
+            for name, rates in ('wide', WIDE), ('narrow', NARROW):
+                got = plan(*words, '--machine', machine(f'{name}.json', ranks=4, ranks_per_node=node, rates=rates))['seconds_step']
+                want = seconds_of(work, rates, 4, 4 // ring, node)
+                check(abs(got / want - 1) < 1e-8, f'{words[8:]}, nodes of {node}, {name}: {got} s, not {want}')
+
+
 # ---- what people write, and what is refused ----
 
 
@@ -302,24 +379,39 @@ def shard(layout, tokens, ring, rank):
     return list(range(rank, tokens, ring))
 
 
+def packed_in(lengths, tokens, batch=1):
+    """The document of each token of all sequences: the last one of each is cut."""
+    of, filled = [], 0
+    while len(of) < tokens * batch:
+        of += [filled] * min(lengths[filled % len(lengths)], tokens - len(of) % tokens)
+        filled += 1
+    return of
+
+
+def pairs_of(rows, inner, of, window=0):
+    """[step][rank]: pairs of a query and a key that it sees, one by one. rows: those of a sequence that a rank has."""
+    ring, tokens = len(rows), sum(map(len, rows))
+    steps = [[0] * ring for _ in range(ring)]
+    for step in range(ring):
+        for rank in range(ring):
+            block = (rank // inner - step // inner) % (ring // inner) * inner + (rank % inner - step % inner) % inner
+            steps[step][rank] = sum(k <= q and of[at + k] == of[at + q] and (window == 0 or q - k < window)
+                                    for at in range(0, len(of), tokens) for q in rows[rank] for k in rows[block])
+    return steps
+
+
+LAYOUTS = [('ring', 'contiguous', 4), ('zigzag', 'zigzag', 4), ('stripe', 'striped', 4), ('double-ring', 'zigzag', 2)]
+
+
 def documents():
     """Pairs by rank and step against all of them, one by one; the numbers of attention follow."""
     tokens, ring, lengths = 1024, 4, [100, 1, 300, 37, 250]
     write(at('lengths'), '100 1\n300,37\n250\n')
     small = ['--model', model('small'), '--machine', machine(ranks=ring), '--device', 'cpu', '--tokens', str(tokens)]
     packed = [*small, '--documents', at('lengths')]
-    of, filled = [], 0
-    while filled < tokens:
-        of += [len(of)] * min(lengths[filled % 5], tokens - len(of))
-        filled = filled + 1 if len(of) < tokens else tokens
-    for method, layout, inner in ('ring', 'contiguous', 4), ('zigzag', 'zigzag', 4), ('stripe', 'striped', 4), ('double-ring', 'zigzag', 2):
-        rows = [shard(layout, tokens, ring, rank) for rank in range(ring)]
-        steps = [[0] * ring for _ in range(ring)]
-        for step in range(ring):
-            for rank in range(ring):
-                block = (rank // inner - step // inner) % (ring // inner) * inner + (rank % inner - step % inner) % inner
-                keys = rows[block]
-                steps[step][rank] = sum(k <= q and of[k] == of[q] for q in rows[rank] for k in keys)
+    of = packed_in(lengths, tokens)
+    for method, layout, inner in LAYOUTS:
+        steps = pairs_of([shard(layout, tokens, ring, rank) for rank in range(ring)], inner, of)
         got = plan(*packed, '--method', method)['documents']
         sums = [sum(step[rank] for step in steps) for rank in range(ring)]
         check(got['steps'] == steps, f"{method}: {got['steps']}, not {steps}")
@@ -347,6 +439,29 @@ def documents():
     check(ones['pairs'] == ones['number'] == tokens, f'{ones}')
     refused('a step of more than 131072 documents is not planned', *small, *short, '--tokens', '256k', '--ranks', '4')
     refused('131072 documents over a ring of 64 ranks with striped tokens', *small, *short, '--tokens', '128k', '--method', 'stripe')
+
+
+def packed_steps():
+    """The sequences of a batch have their own documents, and layers their windows; time is that of each step's slowest rank."""
+    tokens, batch, ring, lengths = 128, 3, 4, [100, 1, 37, 50]
+    write(at('lengths'), '100 1 37 50')
+    of = packed_in(lengths, tokens, batch)
+    rates = {**FREE, 'attention_forward_flops': 1, 'attention_backward_flops': 0.1}
+    small = ['--machine', machine('attention.json', ranks=ring, rates=rates), '--device', 'cpu', '--tokens', tokens, '--batch', batch,
+             '--documents', at('lengths'), '--activations', 'ac', '--model']
+    sliding = {'architectures': ['MistralForCausalLM'], 'model_type': 'mistral', 'sliding_window': 9}
+    partly = {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}
+    for config, window in ({}, 0), (sliding, 9), (partly, 0):
+        name = model('windowed', **config)
+        for method, layout, inner in LAYOUTS:
+            steps = pairs_of([shard(layout, tokens, ring, rank) for rank in range(ring)], inner, of, window)
+            got = plan(*small, name, '--method', method)
+            said, waited = got['documents'], sum(map(max, steps)) * 4 * 32 * 2  # of 4 heads and 2 layers
+            check(said['steps'] == steps and said['number'] == len(set(of)), f'{config} {method}: {said}, not {steps}')
+            check(said['pairs_of_one'] == batch * sum(min(q + 1, window or tokens) for q in range(tokens)), f'{config} {method}: {said}')
+            if config is not partly: # each layer sees as much
+                check(abs(got['seconds_step'] / (waited * (2 * 4 + 10 * 10)) - 1) < 1e-8,
+                      f"{config} {method}: {got['seconds_step']} s, not {waited * (2 * 4 + 10 * 10)}")
 
 
 def progress():
@@ -447,7 +562,7 @@ def paths():
 
 
 def others():
-    """Models that the trainer refuses; advice; a machine that was written; rates of benchmarks; the best setting."""
+    """Models that the trainer refuses; advice; a machine that was written."""
     for name, other, word in ('biased', QWEN2, None), (
             'scaled', {'rope_scaling': {'rope_type': 'llama3', 'factor': 8}}, 'rope_scaling'), (
             'sliding', {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}, None), (
@@ -468,6 +583,11 @@ def others():
     faster, preset = (plan('--model', 'llama3-8b', '--tokens', '1M', '--machine', name) for name in (measured, 'h200x8'))
     check(faster['gpu_bytes'] == preset['gpu_bytes'] and faster['seconds_step'] != preset['seconds_step'],
           'measured rates are not read')
+
+
+def calibrated():
+    """Rates of benchmarks: of the most threads, of the most elements, and of a CPU the part of each rank."""
+    written = at('written.json')
     attention = os.path.join(TOP, 'bench', 'results', 'attn_avx512.json')
     products = os.path.join(TOP, 'bench', 'results', 'gemm.json')
     run_command([PLAN, '--machine', 'cpu', '--calibrate', attention, '--calibrate', products, '--write-machine',
@@ -480,12 +600,38 @@ def others():
     check(load(written)['rates']['host_update_bytes']['value'] == 10e9, load(written)['rates']['host_update_bytes'])
     check(all('measured' in rates[name]['origin'] and 1e9 < rates[name]['value'] < 1e12 for name in
               ('attention_forward_flops', 'attention_backward_flops', 'dense_flops')), rates)
-    small = ['--model', model('small'), '--machine', machine(ranks=2, gpu_reserve='0B', gpu_memory='12MiB'), '--device',
-             'cpu', '--tokens', '4k']
+    many = at('many.json')
+    write(many, ''.join(f'{{"op": "{op}", "{unit}": {rate}, "rows": 9, "d": 9, "threads": {threads}}}\n' for op, unit, rate, threads in (
+        ('gemm', 'gflops', 100, 1), ('gemm', 'gflops', 48, 4), ('gemm', 'gflops', 40, 4), ('attn_fwd', 'tflops', 2, 4),
+        ('attn_bwd', 'tflops', 1, 4), ('adamw', 'gbytes_per_s', 6, 4))))
+    for host, ranks in ('cpu', 8), ('h100x8', 1):
+        run_command([PLAN, '--machine', host, '--calibrate', many, '--write-machine', written]).check_returncode()
+        got, want = load(written)['rates'], {'dense_flops': 48e9 / ranks, 'attention_forward_flops': 2e12 / ranks,
+                                             'attention_backward_flops': 1e12 / ranks, 'host_update_bytes': 6e9}
+        check(all(got[name]['value'] == rate for name, rate in want.items()), f'{host}: {got}, not {want}')
+
+
+def roomy(name, **other):
+    """A machine of two GPUs, on which all settings are tried."""
+    return ['--machine', machine(f'{name}.json', **{'ranks': 2, 'gpu_reserve': '0B', 'gpu_memory': '12MiB', **other}), '--device', 'cpu']
+
+
+def fastest(got, what):
+    """Settings are in the order of their time; of the Pareto set is what needs less than all faster ones."""
+    settings, least = got['settings'], float('inf')
+    check(all(a['seconds_step'] <= b['seconds_step'] for a, b in zip(settings, settings[1:])), f'{what}: not in the order of their time')
+    for one in settings:
+        check(one['pareto'] == (one['gpu_bytes'] < least), f'{what}: {one}, others have {least}')
+        least = min(least, one['gpu_bytes'])
+    check(got['tried'] == got['refused'] + got['pruned'] + len(settings), f'{what}: settings do not add up')
+
+
+def best_setting():
+    """The fastest that fits; states leave a GPU that does not hold them; where nothing fits, what comes nearest."""
+    small = ['--model', model('small'), *roomy('machine'), '--tokens', '4k']
     got = plan(*small, '--best')
-    fits = [one for one in got['settings'] if one['pareto']]
-    check(got['fits'] and got['tried'] == got['refused'] + got['pruned'] + len(got['settings']), 'settings do not add up')
-    check(got['best'].split()[:1] == ['--method'] and fits, got.get('best'))
+    fastest(got, 'best')
+    check(got['seconds_step'] == got['settings'][0]['seconds_step'] and got['best'] == got['settings'][0]['flags'], got['best'])
     confirmed = plan(*small, *got['best'].split())
     check(confirmed['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
     check(FIELDS <= set(got), f'fields {sorted(got)}')
@@ -493,25 +639,52 @@ def others():
     kinds = {one['flags'].split('--activations ')[1] for one in got['settings']}
     check({'ac', 'offload', 'sao:2', 'sac', 'sac:1', 'blocks:2'} <= kinds, f'only {kinds} were tried')
     least = min(one['gpu_bytes'] for one in got['settings'])
-    less = ['--model', model('small'), '--machine', machine('less.json', ranks=2, gpu_reserve='0B', gpu_memory=f'{least - 1:.0f}B'),
-            '--device', 'cpu', '--tokens', '4k']
+    less = ['--model', model('small'), *roomy('less', gpu_memory=f'{least - 1:.0f}B'), '--tokens', '4k']
     got = plan(*less, '--best')
     check(got['settings'] and all('--offload-optimizer' in one['flags'] and one['link_bytes'] > 0 for one in got['settings']),
           f"states are on a GPU that does not hold them: {got['settings'][:3]}")
     check(plan(*less, *got['best'].split())['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
-    tight = ['--model', model('small'), '--machine', machine('tight.json', ranks=2, gpu_reserve='0B', gpu_memory='200KiB'),
-             '--device', 'cpu', '--best']
-    for words in ['--tokens', '2k'], ['--max-tokens']:
-        got = plan(*tight, *words, status=3)
-        check(got['gpu_bytes'] > 200 * 1024 and got['pruned'] + got['refused'] == got['tried'] and not got['settings'] and
+    tiny = ['--model', model('tiny', **TINY), '--best']
+    for words in ['--max-tokens'], ['--tokens', '8k']:
+        got = plan(*tiny, *roomy('tight', gpu_memory='1KiB'), *words, status=3)
+        check(got['gpu_bytes'] > 1024 and got['pruned'] + got['refused'] == got['tried'] and not got['settings'] and
               'best' not in got and FIELDS <= set(got), f"{got['gpu_bytes']} bytes come nearest")
+    nearest = got['gpu_bytes']
+    plan(*tiny, *roomy('tight', gpu_memory=f'{nearest - 1}B'), *words, status=3)
+    got = plan(*tiny, *roomy('tight', gpu_memory=f'{nearest}B'), *words)
+    check(got['gpu_bytes'] == nearest == min(one['gpu_bytes'] for one in got['settings']), f"{nearest} bytes, {got['settings']}")
+
+
+def extrapolated():
+    """Of a long sequence time, host and link are those of full plans, and the best setting is the fastest that fits by one."""
+    long = ['--model', model('tiny', **TINY), '--tokens', '512k']
+    got = plan(*long, *roomy('all', gpu_memory='90TiB', rates={'host_update_bytes': 1}), '--best')
+    fastest(got, 'extrapolated')
+    full = {}
+    for one in got['settings'][::3] + [one for one in got['settings'] if one['pareto']]:
+        full[one['flags']] = whole = plan(*long, *roomy('all', gpu_memory='90TiB'), *one['flags'].split())
+        check(abs(whole['seconds_step'] / one['seconds_step'] - 1) < 1e-7, f"{one}: {whole['seconds_step']} s by a full plan")
+        for name in 'host_bytes_node', 'link_bytes':
+            check(whole[name] == one[name], f'{one}: {name} is {whole[name]} by a full plan')
+        check(abs(whole['gpu_bytes'] / one['gpu_bytes'] - 1) < 0.01, f"{one}: {whole['gpu_bytes']} bytes by a full plan")
+    longer = [one for one in got['settings'] if one['pareto'] and full[one['flags']]['gpu_bytes'] > one['gpu_bytes']]
+    needed(longer, 'no line is too short')
+    room = roomy('short', gpu_memory=f"{longer[0]['gpu_bytes']}B", rates={'host_update_bytes': 1})
+    status, _, got = run(PLAN, *long, *room, '--best')
+    fits = [one['flags'] for one in got['settings'] if run(PLAN, *long, *room, *one['flags'].split())[0] == 0]
+    check(longer[0]['flags'] in [one['flags'] for one in got['settings']] and longer[0]['flags'] not in fits, f'{longer[0]}: {fits}')
+    check((status == 0) == got['fits'] == bool(fits) and got.get('best') == (fits[0] if fits else None), f"{got.get('best')}, not {fits[:1]}")
+
+
+def longest_settings():
+    """The longest sequence of each method, confirmed by full plans."""
+    small = ['--model', model('small'), *roomy('machine'), '--tokens', '4k']
     far = plan(*small[:-2], '--max-tokens', '--best')
     confirmed = [one for one in far['settings'] if one['confirmed']]
     check(FIELDS <= set(far) and far['max_tokens'] == confirmed[0]['max_tokens'], f'fields {sorted(far)}')
     check(len({one['flags'].split()[1] for one in confirmed}) > 4, confirmed)
     for size in range(4): # of some memories the lines overestimate the longest, whatever scratch the kernels take
-        words = ['--model', model('small'), '--machine', machine(f'far{size}.json', ranks=2, gpu_reserve='0B',
-                                                                 gpu_memory=f'{6144 + 397 * size}KiB'), '--device', 'cpu']
+        words = ['--model', model('small'), *roomy(f'far{size}', gpu_memory=f'{6144 + 397 * size}KiB')]
         many = plan(*words, '--max-tokens', '--best')
         longest = {}
         for one in many['settings']:
@@ -527,6 +700,8 @@ def others():
         check(one['confirmed'] or abs(most / one['max_tokens'] - 1) < 0.02, f"{one}: {most} tokens by full dry runs")
         plan(*words, most)
         plan(*words, most + 2048, status=3)
+        seconds = plan(*words, one['max_tokens'])['seconds_step'] if one['max_tokens'] <= most else one['seconds_step']
+        check(abs(seconds / one['seconds_step'] - 1) < 1e-7, f'{one}: {seconds} s by a full plan')
     _, said, _ = run(PLAN, '--model', 'llama3-8b', '--as', 'torchtitan', '--max-tokens', '--machine',
                      machine('huge.json', gpu_memory='900TiB', host_memory='900TiB'))
     check('longer ones are not planned: ' in said, said[-300:])
@@ -557,6 +732,7 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in paper, presets, small_cards, same_bytes, accumulated, numbers, documents, progress, linear, refusals, paths, others, pictures:
+    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, packed_steps, progress, linear, refusals, paths,
+                 others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))
