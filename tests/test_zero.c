@@ -447,6 +447,8 @@ static void test_refused(void)
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "unit 1 has -4 elements");
     bad = z, bad.stage = 2, bad.weights_away = 1;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "parameters are away in stage 2");
+    bad.grads_away = 1;
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "parameters are away in stage 2");
     bad = z, bad.stage = 1, bad.grads_away = 1;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "gradients are away in stage 1");
     bad = z, bad.side = &side;
