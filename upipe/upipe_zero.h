@@ -77,9 +77,8 @@ UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
                               (long long)upi_zero_n(z, u));
     if ((z->weights_away && !upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) ||
         (z->grads_away && !upipe_zero_sharded(z, UPIPE_ZERO_GRADS)))
-        return upipe_fail(
-            &c->err, UPIPE_ERR_ARG, "zero: %s are away in stage %d, which keeps them whole",
-            z->grads_away && !upipe_zero_sharded(z, UPIPE_ZERO_GRADS) ? "gradients" : "parameters", z->stage);
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: %s are away in stage %d, which keeps them whole",
+                          z->grads_away && z->stage < 2 ? "gradients" : "parameters", z->stage);
     if (z->side != NULL && z->side_world == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a side stream without a communicator of its own");
     return UPIPE_OK;
