@@ -311,6 +311,57 @@ def step_time():
                 check(abs(got / want - 1) < 1e-8, f'{words[8:]}, nodes of {node}, {name}: {got} s, not {want}')
 
 
+def in_paper(method, ranks, team, tokens, batch, kept, sac, tables):
+    """A step of the paper's setting, of two key heads. kept: layers whose input stays on the GPU; sac: that keep attention's result."""
+    ring, stages = ranks // team, HEADS // team if method == 'upipe' else 1
+    rows, layer = tokens * batch / ranks, LAYER - DIM * WIDTH
+    x, q, k = rows * 2 * DIM, rows * 2 * WIDTH, rows * WIDTH
+    parameters = tables * VOCAB * DIM + LAYERS * layer
+    pairs = rows * tokens / 2 * WIDTH * LAYERS / (WIDE['native_ring_attention_part'] if method == 'native' else 1)
+    sent = stages * 4 * rows * team * 32 if team > 1 else 2 * k  # keys and values of a rank's heads, once a stage
+    away = (LAYERS - kept) * x + sac * q
+    return {'forward': 4 * pairs * (2 - sac / LAYERS), 'backward': 10 * pairs, 'products': rows * (8 * LAYERS * layer + 6 * VOCAB * DIM),
+            'team': LAYERS * 3 * (2 * q + 2 * k * max(1, team / 2)) * (1 - 1 / team), 'ring': LAYERS * (ring - 1) * 5 * sent,
+            'merged': LAYERS * (ring - 1) * (q * 14 + k * 8), 'states': parameters * 8 * (1 - 1 / ranks), 'waited': 2 * away,
+            'segments': LAYERS * 6 * (q + 2 * k) if method == 'fpdt' else 0, 'layers': LAYERS,
+            'stages': LAYERS * 3 * (stages - 1)}, parameters, away
+
+
+def paper_time():
+    """The same of the paper's setting, and its states and the host's bytes."""
+    kinds = {'ac': (3, 0), 'offload': (0, 0), 'sao:2': (1, 0), 'sac': (0, 3), 'sac:1': (0, 1)}
+    for tied in True, False:
+        one = ['--model', model('paper', **{**TIMED, 'num_key_value_heads': 2, 'tie_word_embeddings': tied}), '--as', 'torchtitan']
+        for method, activations, batch in [('native', 'ac', 1), ('ring', 'offload', 2), ('ulysses', 'sac', 1), ('ulysses', 'sao:2', 3),
+                                           ('fpdt', 'offload', 1), ('upipe', 'sac:1', 1), ('upipe', 'ac', 2)]:
+            for node in (2, 4) if tied else (4,):
+                team = 1 if method in ('native', 'ring') else 4 if method == 'fpdt' else node
+                work, parameters, away = in_paper(method, 4, team, 4096, batch, *kinds[activations], 1 if tied else 2)
+                words = [*one, '--method', method, '--tokens', '4k', '--batch', batch, '--activations', activations]
+                for name, rates in ('wide', WIDE), ('narrow', NARROW):
+                    got = plan(*words, '--machine', machine(f'{name}.json', ranks=4, ranks_per_node=node, rates=rates))
+                    want = seconds_of(work, rates, 4, team, node)
+                    check(abs(got['seconds_step'] / want - 1) < 1e-8, f"{words[4:]}, nodes of {node}, {name}: {got['seconds_step']} s, not {want}")
+                    check(got['host_bytes_node'] == away * node, f"{words[4:]}: {got['host_bytes_node']} bytes of a node, not {away * node}")
+                    states = [part['bytes'] for part in got['components'] if part['name'] == 'states']
+                    check(states == [16 * parameters / 4], f'{words[4:]}: {states} of {parameters} parameters')
+
+
+def nodes():
+    """A node holds what its ranks hold, the fullest one counts; ranks without GPUs hold all of it there."""
+    name = model('nodes')
+    for tokens in 512, 513:
+        held = [2 * -(-(tokens * (r + 1) // 4 - tokens * r // 4) * 128 // 256) * 256 for r in range(4)]  # inputs of two layers
+        for node in 1, 2, 3, 4:
+            words = ['--model', name, '--device', 'cpu', '--tokens', tokens, '--activations', 'offload']
+            got = plan(*words, '--machine', machine(ranks=4, ranks_per_node=node))
+            fullest = max(sum(held[at:at + node]) for at in range(0, 4, node))
+            check(got['host_bytes_node'] == fullest, f"{tokens} tokens, nodes of {node}: {got['host_bytes_node']} bytes, not {fullest}")
+            if tokens == 512:
+                both = plan(*words, '--machine', machine(base='cpu', ranks=4, ranks_per_node=node))['host_bytes_node']
+                check(both == fullest + node * got['gpu_bytes'], f'nodes of {node}: {both} bytes without GPUs')
+
+
 # ---- what people write, and what is refused ----
 
 
@@ -510,6 +561,34 @@ def linear():
         ('each of 4 ranks has at least one', *of[:2], *host, '--tokens', '3'),
     ]:
         refused(sentence, *words)
+
+
+def linear_time():
+    """Seconds of each way of linear attention by FLOPs of its rule and bytes sent, over nodes; the fastest number of heads at a time."""
+    tokens, ranks, heads, key, value, chunk = 1000, 4, 8, 16, 24, 64
+    rules = {'delta': (lambda v: 6 * key * v + 4 * chunk * key + 3 * chunk * v, 18 * key * value + 12 * chunk * key + 9 * chunk * value),
+             'decay': (lambda v: 4 * key * v + 2 * chunk * (key + v), 10 * key * value + 6 * chunk * key + 4 * chunk * value)}
+    rates = {**WIDE, 'linear_attention_flops': 1e8}
+    for rule, (forward, backward) in rules.items():
+        each = forward(value) + backward
+        maps = 4 * (ranks - 1) * heads * key * value * (key if rule == 'delta' else 1)
+        flops = {'heads': tokens * heads / ranks * each, 'pass': tokens / ranks * heads * each,
+                 'scan': tokens / ranks * heads * (each + 2 * forward(key) + 4 * key * value) + maps}
+        for node in 2, 4:
+            host = ['--machine', machine('linear.json', base='cpu', ranks=ranks, ranks_per_node=node, rates=rates), '--dtype', 'f32']
+            ways = plan('--linear', f'{rule}:{heads},4,{key},{value}', '--tokens', tokens, *host)['ways']
+            for way in flops:
+                first = next(one for one in ways if one['way'] == way)
+                away = (ranks - node) / (ranks - 1)
+                link = (1 / rates['ring_bytes_nodes' if node < ranks else 'ring_bytes'] if way == 'pass' else
+                        (1 - away) / rates['all_to_all_bytes'] + away / rates['all_to_all_bytes_nodes'])
+                seconds = flops[way] / rates['linear_attention_flops'] + first['sent_bytes'] * link
+                of = []
+                for at_once in 2, 4, 8:
+                    stages = -(-(heads // ranks if way == 'heads' else heads) // at_once)
+                    waits = ranks - 1 if way == 'pass' else 0
+                    of.append(seconds * (stages + waits) / stages + 2 * (stages + waits) * rates['stage_seconds'])
+                check(abs(first['seconds'] / min(of) - 1) < 1e-8, f'{rule}, nodes of {node}: {first}, not {of} s')
 
 
 def refused_path(sentence, *words):
@@ -732,7 +811,7 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, packed_steps, progress, linear, refusals, paths,
+    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, nodes, numbers, documents, packed_steps, progress, linear, linear_time, refusals, paths,
                  others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))
