@@ -306,9 +306,13 @@ def step_time():
         work = trained(method, 4, ring, batch, micro, size, ahead)
         for node in 1, 2, 3, 4:
             for name, rates in ('wide', WIDE), ('narrow', NARROW):
-                got = plan(*words, '--machine', machine(f'{name}.json', ranks=4, ranks_per_node=node, rates=rates))['seconds_step']
+                got = plan(*words, '--machine', machine(f'{name}.json', ranks=4, ranks_per_node=node, rates=rates))
                 want = seconds_of(work, rates, 4, 4 // ring, node)
-                check(abs(got / want - 1) < 1e-8, f'{words[8:]}, nodes of {node}, {name}: {got} s, not {want}')
+                check(abs(got['seconds_step'] / want - 1) < 1e-8,
+                      f"{words[8:]}, nodes of {node}, {name}: {got['seconds_step']} s, not {want}")
+                speed = 512 * batch * micro / 4 / want
+                check(abs(got['tokens_per_s_per_gpu'] / speed - 1) < 1e-8,
+                      f"{words[8:]}: {got['tokens_per_s_per_gpu']} tokens/s, not {speed}")
 
 
 def in_paper(method, ranks, team, tokens, batch, kept, sac, tables):
@@ -345,6 +349,43 @@ def paper_time():
                     check(got['host_bytes_node'] == away * node, f"{words[4:]}: {got['host_bytes_node']} bytes of a node, not {away * node}")
                     states = [part['bytes'] for part in got['components'] if part['name'] == 'states']
                     check(states == [16 * parameters / 4], f'{words[4:]}: {states} of {parameters} parameters')
+
+
+def machines():
+    """A preset has the paper's rates times what its data sheet has against an H100."""
+    written = at('preset.json')
+    compute, link = ['attention_forward', 'attention_backward', 'dense', 'linear_attention'], ['all_to_all_bytes', 'ring_bytes']
+    for name, flops, peers, host, memory in [('h100x32', 1, 1, 1, 1), ('h200x8', 1, 1, 1, 1), ('a100x8', 312 / 989, 0.5, 0.5, 0.5),
+                                             ('b200x8', 2250 / 989, 2, 1, 8000 / 3350), ('4090x4', 165.2 / 989, 32 / 450, 0.5, 1008 / 3350)]:
+        of = []
+        for preset in 'h100x8', name:
+            run_command([PLAN, '--machine', preset, '--write-machine', written]).check_returncode()
+            of.append(load(written))
+        factors = {**{f'{what}_flops': flops for what in compute}, **{what + far: peers for what in link for far in ('', '_nodes')},
+                   'host_link_bytes': host, 'segments_link_bytes': host, 'ring_merge_bytes': memory}
+        for rate, paper_s in of[0]['rates'].items():
+            want = paper_s['value'] * factors.get(rate, 1)
+            check(abs(of[1]['rates'][rate]['value'] / want - 1) < 1e-5, f"{name}: {rate} is {of[1]['rates'][rate]}, not {want}")
+        check(of[1]['ranks'] == int(name.split('x')[1]) and of[1]['ranks_per_node'] == min(8, of[1]['ranks']), f'{name}: {of[1]}')
+
+
+def advised():
+    """What advice says to save and to cost is the difference of two plans."""
+    name, names = model('advised'), {'gpu_bytes': -1, 'host_bytes_node': -1, 'link_bytes': 1, 'seconds_step': 1}
+    for size, *words in ['48k', '--method', 'ulysses', '--batch', '2'], ['64k', '--method', 'fpdt', '--segments', '4', '--activations', 'ac']:
+        words = ['--model', name, '--tokens', size, '--machine', machine(ranks=4, ranks_per_node=2), '--device', 'cpu', *words]
+        now = plan(*words)
+        check(len(now['advice']) > 3, f"{words}: {now['advice']}")
+        for one in now['advice']:
+            flags = one['flags'].split()
+            kept = words[:words.index(flags[0])] + words[words.index(flags[0]) + 2:] if flags[0] in words else words
+            if flags[0] == '--method' and '--segments' in kept:
+                kept = [word for word in kept if word not in ('--segments', '4')]
+            other = plan(*kept, *flags)
+            said = [one['gpu_bytes_saved'], one['host_bytes_node_saved'], one['link_bytes_more'], one['seconds_more']]
+            want = [(other[what] - now[what]) * sign for what, sign in names.items()]
+            check(one['fits'] == other['fits'] and said[:3] == want[:3] and abs(said[3] - want[3]) < 1e-8 * now['seconds_step'],
+                  f'{flags}: {said}, not {want}')
 
 
 def nodes():
@@ -811,7 +852,7 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, nodes, numbers, documents, packed_steps, progress, linear, linear_time, refusals, paths,
+    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, machines, advised, nodes, numbers, documents, packed_steps, progress, linear, linear_time, refusals, paths,
                  others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))
