@@ -827,10 +827,10 @@ def extrapolated():
               all(whole[name] == one[name] for name in ('host_bytes_node', 'link_bytes')), f'{one}, in full {whole}')
     longer = [one for one in got['settings'] if one['pareto'] and full[one['flags']]['gpu_bytes'] > one['gpu_bytes']]
     needed(longer, 'no line is too short')
-    room = roomy('short', gpu_memory=f"{longer[0]['gpu_bytes']}B", rates={'host_update_bytes': 1})
-    status, _, got = run(PLAN, *long, *room, '--best')
+    host = roomy('short', gpu_memory=f"{longer[0]['gpu_bytes']}B", rates={'host_update_bytes': 1})
+    status, _, got = run(PLAN, *long, *host, '--best')
     tried = [one['flags'] for one in got['settings']]
-    fits = [flags for flags in tried if run(PLAN, *long, *room, *flags.split())[0] == 0]
+    fits = [flags for flags in tried if run(PLAN, *long, *host, *flags.split())[0] == 0]
     check(longer[0]['flags'] in tried and longer[0]['flags'] not in fits, f'{longer[0]}: {fits}')
     check((status == 0) == got['fits'] == bool(fits) and got.get('best') == (fits[0] if fits else None),
           f"{got.get('best')}, not {fits[:1]}")
