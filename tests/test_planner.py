@@ -501,7 +501,7 @@ def shard(layout, tokens, ring, rank):
 
 
 def packed_in(lengths, tokens, batch=1):
-    """The document of each token of all sequences: the last one of each is cut."""
+    """Which document each token is in, of all sequences: the last one of each is cut."""
     of, filled = [], 0
     while len(of) < tokens * batch:
         of += [filled] * min(lengths[filled % len(lengths)], tokens - len(of) % tokens)
