@@ -167,11 +167,13 @@ def presets():
     known = run(PLAN, '--model', 'nosuch', '--tokens', '64k')[1].split('one of ')[1].split(' (')[0].split(', ')
     check(set(known) == set(BILLIONS), f'models {known}')
     for name in known:
-        got, said, numbers = run(PLAN, '--model', name, '--machine', 'h100x8', '--ranks', '4', '--tokens', '8k', '--activations', 'offload')
+        got, said, numbers = run(PLAN, '--model', name, '--machine', 'h100x8', '--ranks', '4', '--tokens', '8k',
+                                 '--activations', 'offload')
         check(got in (0, 3) and numbers['gpu_bytes'] > 0, f'{name}: {got}: {said[-200:]}')
         held = {part['name']: part['bytes'] for part in numbers['components']}
         size = held['optimizer'] * 4 / 12 # of a quarter: f32 weights and two moments
-        check(abs(size / (BILLIONS[name] * 1e9) - 1) < 0.005, f'{name}: {size / 1e9:.3f}, published are {BILLIONS[name]} billion parameters')
+        check(abs(size / (BILLIONS[name] * 1e9) - 1) < 0.005,
+              f'{name}: {size / 1e9:.3f}, published are {BILLIONS[name]} billion parameters')
 
 
 def update():
@@ -245,10 +247,11 @@ def accumulated():
 
 # ---- the time ----
 
-# Rates at which each share of a step of TIMED takes a part of the time that is seen; of NARROW what runs beside the kernels too.
+# Rates at which each share of a step of TIMED is seen; NARROW: of what runs beside the kernels too.
 WIDE = {'attention_forward_flops': 2e8, 'attention_backward_flops': 3e8, 'dense_flops': 5e8, 'all_to_all_bytes': 3e6,
-        'all_to_all_bytes_nodes': 2e6, 'ring_bytes': 7e6, 'ring_bytes_nodes': 5e6, 'host_link_bytes': 4e6, 'segments_link_bytes': 6e6,
-        'ring_merge_bytes': 9e6, 'stage_seconds': 0.01, 'layer_seconds': 0.1, 'wait_part': 0.05, 'native_ring_attention_part': 0.4}
+        'all_to_all_bytes_nodes': 2e6, 'ring_bytes': 7e6, 'ring_bytes_nodes': 5e6, 'host_link_bytes': 4e6,
+        'segments_link_bytes': 6e6, 'ring_merge_bytes': 9e6, 'stage_seconds': 0.01, 'layer_seconds': 0.1,
+        'wait_part': 0.05, 'native_ring_attention_part': 0.4}
 FREE = {name: 1e-12 if name.endswith(('seconds', 'part')) else 1e24 for name in WIDE}
 FREE['native_ring_attention_part'] = 1
 NARROW = {**WIDE, 'ring_bytes': 2e5, 'ring_bytes_nodes': 1e5, 'host_link_bytes': 3e5}
@@ -257,22 +260,41 @@ LAYERS, DIM, FF, VOCAB, HEADS, WIDTH = 3, 64, 192, 256, 4, 128
 LAYER = DIM * (4 * WIDTH + 3 * FF)
 
 
-def seconds_of(work, rate, ranks, team, node):
-    """Of what a rank does: transfers beside kernels take what they take longer, over nodes at the rate of those."""
+def shares_of(work, rate, ranks, team, node):
+    """Seconds of what a rank does: transfers beside kernels take what they take longer."""
     beside = rate['ring_bytes_nodes' if ranks > node else 'ring_bytes']
-    attention = work['forward'] / rate['attention_forward_flops'] + work['backward'] / rate['attention_backward_flops']
-    compute = attention + work['products'] / rate['dense_flops']
+    forward, backward = (work[name] / rate[f'attention_{name}_flops'] for name in ('forward', 'backward'))
+    attention, products = forward + backward, work['products'] / rate['dense_flops']
+    compute = attention + products
     away = (team - node) / (team - 1) if team > node else 0
-    return (compute + work['team'] * ((1 - away) / rate['all_to_all_bytes'] + away / rate['all_to_all_bytes_nodes']) +
-            max(0, work['ring'] / beside - attention) + work['merged'] / rate['ring_merge_bytes'] +
-            (attention * rate['wait_part'] if ranks > 1 else 0) + max(0, work['states'] / beside - compute) +
-            work.get('exposed', 0) / beside + max(0, work.get('moved', 0) / rate['host_link_bytes'] - compute) +
-            work.get('waited', 0) / rate['host_link_bytes'] + work.get('segments', 0) / rate['segments_link_bytes'] +
-            work['layers'] * rate['layer_seconds'] + work['stages'] * rate['stage_seconds'])
+    waits = attention * rate['wait_part']
+    sent = (1 - away) / rate['all_to_all_bytes'] + away / rate['all_to_all_bytes_nodes']
+    return {'all_to_all': work['team'] * sent + (waits if team > 1 else 0),
+            'attention_forward': forward, 'attention_backward': backward, 'dense': products,
+            'ring_and_sums': max(0, work['ring'] / beside - attention) + work['merged'] / rate['ring_merge_bytes'] +
+                             (0 if team > 1 else waits),
+            'host_link': work.get('waited', 0) / rate['host_link_bytes'] +
+                         work.get('segments', 0) / rate['segments_link_bytes'],
+            'states': max(0, work['states'] / beside - compute) + work.get('exposed', 0) / beside,
+            'other': work['layers'] * rate['layer_seconds'] + work['stages'] * rate['stage_seconds']}
+
+
+def same_time(words, work, rates, team, node, speed):
+    """The plan of 4 ranks, whose seconds are those of the work. speed: tokens of a rank in a step."""
+    words = [*words, '--machine', machine(f'rates{node}.json', ranks=4, ranks_per_node=node, rates=rates)]
+    _, said, got = run(PLAN, *words)
+    shares = shares_of(work, rates, 4, team, node)
+    want, what = sum(shares.values()), f'{words[6:]}, {rates is WIDE}'
+    check(abs(got['seconds_step'] / want - 1) < 1e-8, f"{what}: {got['seconds_step']} s, not {want}")
+    check(abs(got['tokens_per_s_per_gpu'] * want / speed - 1) < 1e-8, f"{what}: {got['tokens_per_s_per_gpu']} tokens/s")
+    parts = {name: float(seconds) for name, seconds in re.findall(r'^ +(\w+) +([\d.]+) s +[\d.]+ %$', said, re.M)}
+    check(parts.keys() == {name for name, share in shares.items() if share > 0} and
+          all(abs(parts[name] - shares[name]) < 0.001 for name in parts), f'{what}: {parts}, not {shares}')
+    return got
 
 
 def trained(method, ranks, ring, batch, micro, size, ahead):
-    """A step of this library's trainer on 512 tokens with zero 3, each layer computed twice and the MLP's last product once."""
+    """A step of this library's trainer on 512 tokens, zero 3, layers computed twice and the MLP's last product once."""
     team, sequences = ranks // ring, batch * micro
     rows = 512 * sequences // ranks
     last = sum(range(512 - 512 // ranks + 1, 513)) if method == 'ring' else 512 * 513 / 2 / ranks
@@ -296,19 +318,118 @@ def trained(method, ranks, ring, batch, micro, size, ahead):
 
 
 def step_time():
-    """Seconds of a step are those of its FLOPs and bytes, counted here: of each method, over nodes, batches and micro-batches."""
-    one = ['--model', model('timed', **TIMED), '--device', 'cpu', '--tokens', '512', '--zero', '3', '--activations', 'ac']
-    for method, ring, batch, micro, size, ahead in [('ulysses', 1, 1, 1, 4, 0), ('ulysses', 1, 3, 2, 2, 0), ('ulysses', 1, 1, 2, 2, 1),
-                                                    ('ring', 4, 1, 1, 4, 0), ('ring', 4, 2, 2, 2, 1), ('zigzag', 4, 1, 1, 4, 0),
-                                                    ('zigzag', 4, 2, 1, 2, 1), ('usp', 2, 1, 1, 4, 0), ('usp', 2, 2, 3, 4, 1)]:
-        words = [*one, '--method', method, '--batch', batch, '--accumulate', micro, '--dtype', {2: 'bf16', 4: 'f32'}[size],
-                 *(['--zero-prefetch'] if ahead else []), *(['--ring', ring] if method == 'usp' else [])]
+    """Seconds of a step are those of its FLOPs and bytes, counted here: methods, nodes, batches and micro-batches."""
+    one = ['--model', model('timed', **TIMED), '--device', 'cpu', '--tokens', '512', '--activations', 'ac']
+    for method, ring, batch, micro, size, ahead in [
+            ('ulysses', 1, 1, 1, 4, 0), ('ulysses', 1, 3, 2, 2, 0), ('ulysses', 1, 1, 2, 2, 1), ('ring', 4, 1, 1, 4, 0),
+            ('ring', 4, 2, 2, 2, 1), ('zigzag', 4, 1, 1, 4, 0), ('zigzag', 4, 2, 1, 2, 1), ('usp', 2, 1, 1, 4, 0),
+            ('usp', 2, 2, 3, 4, 1)]:
+        words = [*one, '--method', method, '--batch', batch, '--accumulate', micro]
+        words += ['--zero', '3', '--dtype', {2: 'bf16', 4: 'f32'}[size], *(['--zero-prefetch'] if ahead else [])]
+        words += ['--ring', ring] if method == 'usp' else []
         work = trained(method, 4, ring, batch, micro, size, ahead)
         for node in 1, 2, 3, 4:
-            for name, rates in ('wide', WIDE), ('narrow', NARROW):
-                got = plan(*words, '--machine', machine(f'{name}.json', ranks=4, ranks_per_node=node, rates=rates))['seconds_step']
-                want = seconds_of(work, rates, 4, 4 // ring, node)
-                check(abs(got / want - 1) < 1e-8, f'{words[8:]}, nodes of {node}, {name}: {got} s, not {want}')
+            for rates in WIDE, NARROW:
+                same_time(words, work, rates, 4 // ring, node, 512 * batch * micro / 4)
+
+
+def in_paper(method, ranks, team, tokens, batch, kept, sac, tables):
+    """A step of the paper's setting, of two key heads. kept: layers whose input stays on the GPU; sac: that keep
+    attention's result."""
+    ring, stages = ranks // team, HEADS // team if method == 'upipe' else 1
+    rows, layer = tokens * batch / ranks, LAYER - DIM * WIDTH
+    x, q, k = rows * 2 * DIM, rows * 2 * WIDTH, rows * WIDTH
+    parameters = tables * VOCAB * DIM + LAYERS * layer
+    pairs = rows * tokens / 2 * WIDTH * LAYERS / (WIDE['native_ring_attention_part'] if method == 'native' else 1)
+    sent = stages * 4 * rows * team * 32 if team > 1 else 2 * k  # keys and values of a rank's heads, once a stage
+    away = (LAYERS - kept) * x + sac * q
+    return {'forward': 4 * pairs * (2 - sac / LAYERS), 'backward': 10 * pairs,
+            'products': rows * (8 * LAYERS * layer + 6 * VOCAB * DIM),
+            'team': LAYERS * 3 * (2 * q + 2 * k * max(1, team / 2)) * (1 - 1 / team),
+            'ring': LAYERS * (ring - 1) * 5 * sent, 'merged': LAYERS * (ring - 1) * (q * 14 + k * 8),
+            'states': parameters * 8 * (1 - 1 / ranks), 'waited': 2 * away,
+            'segments': LAYERS * 6 * (q + 2 * k) if method == 'fpdt' else 0, 'layers': LAYERS,
+            'stages': LAYERS * 3 * (stages - 1)}, parameters, away
+
+
+def paper_time():
+    """The same of the paper's setting, and its states and the host's bytes."""
+    kinds = {'ac': (3, 0), 'offload': (0, 0), 'sao:2': (1, 0), 'sac': (0, 3), 'sac:1': (0, 1)}
+    for tied in True, False:
+        config = {**TIMED, 'num_key_value_heads': 2, 'tie_word_embeddings': tied}
+        one = ['--model', model('paper', **config), '--as', 'torchtitan', '--tokens', '4k']
+        for method, activations, batch in [('native', 'ac', 1), ('ring', 'offload', 2), ('ulysses', 'sac', 1),
+                                           ('ulysses', 'sao:2', 3), ('fpdt', 'offload', 1), ('upipe', 'sac:1', 1),
+                                           ('upipe', 'ac', 2)]:
+            words = [*one, '--method', method, '--batch', batch, '--activations', activations]
+            for node in (2, 4) if tied else (4,):
+                team = 1 if method in ('native', 'ring') else 4 if method == 'fpdt' else node
+                work, parameters, away = in_paper(method, 4, team, 4096, batch, *kinds[activations], 1 if tied else 2)
+                for rates in WIDE, NARROW:
+                    got = same_time(words, work, rates, team, node, 4096 * batch / 4)
+                    host = got['host_bytes_node']
+                    check(host == away * node, f'{words[4:]}: {host} bytes of a node, not {away * node}')
+                    states = [part['bytes'] for part in got['components'] if part['name'] == 'states']
+                    check(states == [16 * parameters / 4], f'{words[4:]}: {states} of {parameters} parameters')
+
+
+def machines():
+    """A preset has the paper's rates times what its data sheet has against an H100."""
+    written = at('preset.json')
+    compute = ['attention_forward', 'attention_backward', 'dense', 'linear_attention']
+    link = [f'{what}_bytes{far}' for what in ('all_to_all', 'ring') for far in ('', '_nodes')]
+    for name, flops, peers, host, memory in [
+            ('h100x32', 1, 1, 1, 1), ('h200x8', 1, 1, 1, 1), ('a100x8', 312 / 989, 0.5, 0.5, 0.5),
+            ('b200x8', 2250 / 989, 2, 1, 8000 / 3350), ('4090x4', 165.2 / 989, 32 / 450, 0.5, 1008 / 3350)]:
+        of = []
+        for preset in 'h100x8', name:
+            run_command([PLAN, '--machine', preset, '--write-machine', written]).check_returncode()
+            of.append(load(written))
+        factors = {**{f'{what}_flops': flops for what in compute}, **{what: peers for what in link},
+                   'host_link_bytes': host, 'segments_link_bytes': host, 'ring_merge_bytes': memory}
+        for rate, paper_s in of[0]['rates'].items():
+            want = paper_s['value'] * factors.get(rate, 1)
+            got = of[1]['rates'][rate]['value']
+            check(abs(got / want - 1) < 1e-5, f'{name}: {rate} is {got}, not {want}')
+        ranks = int(name.split('x')[1])
+        check(of[1]['ranks'] == ranks and of[1]['ranks_per_node'] == min(8, ranks), f'{name}: {of[1]}')
+
+
+def advised():
+    """What advice says to save and to cost is the difference of two plans."""
+    name, names = model('advised'), {'gpu_bytes': -1, 'host_bytes_node': -1, 'link_bytes': 1, 'seconds_step': 1}
+    small = ['--model', name, '--machine', machine(ranks=4, ranks_per_node=2), '--device', 'cpu']
+    for words in ([*small, '--tokens', '48k', '--method', 'ulysses', '--batch', '2'],
+                  [*small, '--tokens', '64k', '--method', 'fpdt', '--segments', '4', '--activations', 'ac']):
+        now = plan(*words)
+        check(len(now['advice']) > 3, f"{words}: {now['advice']}")
+        for one in now['advice']:
+            flags = one['flags'].split()
+            kept = words[:words.index(flags[0])] + words[words.index(flags[0]) + 2:] if flags[0] in words else words
+            if flags[0] == '--method' and '--segments' in kept:
+                kept = [word for word in kept if word not in ('--segments', '4')]
+            other = plan(*kept, *flags)
+            said = [one['gpu_bytes_saved'], one['host_bytes_node_saved'], one['link_bytes_more'], one['seconds_more']]
+            want = [(other[what] - now[what]) * sign for what, sign in names.items()]
+            check(one['fits'] == other['fits'] and said[:3] == want[:3] and
+                  abs(said[3] - want[3]) < 1e-8 * now['seconds_step'], f'{flags}: {said}, not {want}')
+
+
+def nodes():
+    """A node holds what its ranks hold, the fullest one counts; ranks without GPUs hold all of it there."""
+    name = model('nodes')
+    for tokens in 512, 513:
+        # inputs of two layers
+        held = [2 * -(-(tokens * (r + 1) // 4 - tokens * r // 4) * 128 // 256) * 256 for r in range(4)]
+        for node in 1, 2, 3, 4:
+            words = ['--model', name, '--device', 'cpu', '--tokens', tokens, '--activations', 'offload']
+            got = plan(*words, '--machine', machine(ranks=4, ranks_per_node=node))
+            fullest = max(sum(held[at:at + node]) for at in range(0, 4, node))
+            host = got['host_bytes_node']
+            check(host == fullest, f'{tokens} tokens, nodes of {node}: {host} bytes, not {fullest}')
+            if tokens == 512:
+                both = plan(*words, '--machine', machine(base='cpu', ranks=4, ranks_per_node=node))['host_bytes_node']
+                check(both == fullest + node * got['gpu_bytes'], f'nodes of {node}: {both} bytes without GPUs')
 
 
 # ---- what people write, and what is refused ----
@@ -380,7 +501,7 @@ def shard(layout, tokens, ring, rank):
 
 
 def packed_in(lengths, tokens, batch=1):
-    """The document of each token of all sequences: the last one of each is cut."""
+    """Which document each token is in, of all sequences: the last one of each is cut."""
     of, filled = [], 0
     while len(of) < tokens * batch:
         of += [filled] * min(lengths[filled % len(lengths)], tokens - len(of) % tokens)
@@ -442,13 +563,13 @@ def documents():
 
 
 def packed_steps():
-    """The sequences of a batch have their own documents, and layers their windows; time is that of each step's slowest rank."""
+    """The sequences of a batch have their own documents, layers their windows; each step waits for its slowest rank."""
     tokens, batch, ring, lengths = 128, 3, 4, [100, 1, 37, 50]
     write(at('lengths'), '100 1 37 50')
     of = packed_in(lengths, tokens, batch)
     rates = {**FREE, 'attention_forward_flops': 1, 'attention_backward_flops': 0.1}
-    small = ['--machine', machine('attention.json', ranks=ring, rates=rates), '--device', 'cpu', '--tokens', tokens, '--batch', batch,
-             '--documents', at('lengths'), '--activations', 'ac', '--model']
+    small = ['--machine', machine('attention.json', ranks=ring, rates=rates), '--device', 'cpu', '--tokens', tokens,
+             '--batch', batch, '--documents', at('lengths'), '--activations', 'ac', '--model']
     sliding = {'architectures': ['MistralForCausalLM'], 'model_type': 'mistral', 'sliding_window': 9}
     partly = {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}
     for config, window in ({}, 0), (sliding, 9), (partly, 0):
@@ -458,7 +579,8 @@ def packed_steps():
             got = plan(*small, name, '--method', method)
             said, waited = got['documents'], sum(map(max, steps)) * 4 * 32 * 2  # of 4 heads and 2 layers
             check(said['steps'] == steps and said['number'] == len(set(of)), f'{config} {method}: {said}, not {steps}')
-            check(said['pairs_of_one'] == batch * sum(min(q + 1, window or tokens) for q in range(tokens)), f'{config} {method}: {said}')
+            whole = batch * sum(min(q + 1, window or tokens) for q in range(tokens))
+            check(said['pairs_of_one'] == whole, f'{config} {method}: {said}, not {whole}')
             if config is not partly: # each layer sees as much
                 check(abs(got['seconds_step'] / (waited * (2 * 4 + 10 * 10)) - 1) < 1e-8,
                       f"{config} {method}: {got['seconds_step']} s, not {waited * (2 * 4 + 10 * 10)}")
@@ -510,6 +632,37 @@ def linear():
         ('each of 4 ranks has at least one', *of[:2], *host, '--tokens', '3'),
     ]:
         refused(sentence, *words)
+
+
+def linear_time():
+    """Seconds of each way of linear attention by FLOPs of its rule and bytes sent, at its fastest number of heads."""
+    tokens, ranks, heads, key, value, chunk = 1000, 4, 8, 16, 24, 64
+    rules = {'delta': (lambda v: 6 * key * v + 4 * chunk * key + 3 * chunk * v,
+                       18 * key * value + 12 * chunk * key + 9 * chunk * value),
+             'decay': (lambda v: 4 * key * v + 2 * chunk * (key + v),
+                       10 * key * value + 6 * chunk * key + 4 * chunk * value)}
+    rates = {**WIDE, 'linear_attention_flops': 1e8}
+    for rule, (forward, backward) in rules.items():
+        each = forward(value) + backward
+        maps = 4 * (ranks - 1) * heads * key * value * (key if rule == 'delta' else 1)
+        flops = {'heads': tokens * heads / ranks * each, 'pass': tokens / ranks * heads * each,
+                 'scan': tokens / ranks * heads * (each + 2 * forward(key) + 4 * key * value) + maps}
+        for node in 2, 4:
+            host = machine('linear.json', base='cpu', ranks=ranks, ranks_per_node=node, rates=rates)
+            of = ['--linear', f'{rule}:{heads},4,{key},{value}', '--tokens', tokens]
+            ways = plan(*of, '--machine', host, '--dtype', 'f32')['ways']
+            for way in flops:
+                first = next(one for one in ways if one['way'] == way)
+                away = (ranks - node) / (ranks - 1)
+                link = (1 / rates['ring_bytes_nodes' if node < ranks else 'ring_bytes'] if way == 'pass' else
+                        (1 - away) / rates['all_to_all_bytes'] + away / rates['all_to_all_bytes_nodes'])
+                seconds = flops[way] / rates['linear_attention_flops'] + first['sent_bytes'] * link
+                of = []
+                for at_once in 2, 4, 8:
+                    stages = -(-(heads // ranks if way == 'heads' else heads) // at_once)
+                    waits = ranks - 1 if way == 'pass' else 0
+                    of.append(seconds * (stages + waits) / stages + 2 * (stages + waits) * rates['stage_seconds'])
+                check(abs(first['seconds'] / min(of) - 1) < 1e-8, f'{rule}, nodes of {node}: {first}, not {of} s')
 
 
 def refused_path(sentence, *words):
@@ -601,9 +754,11 @@ def calibrated():
     check(all('measured' in rates[name]['origin'] and 1e9 < rates[name]['value'] < 1e12 for name in
               ('attention_forward_flops', 'attention_backward_flops', 'dense_flops')), rates)
     many = at('many.json')
-    write(many, ''.join(f'{{"op": "{op}", "{unit}": {rate}, "rows": 9, "d": 9, "threads": {threads}}}\n' for op, unit, rate, threads in (
-        ('gemm', 'gflops', 100, 1), ('gemm', 'gflops', 48, 4), ('gemm', 'gflops', 40, 4), ('attn_fwd', 'tflops', 2, 4),
-        ('attn_bwd', 'tflops', 1, 4), ('adamw', 'gbytes_per_s', 6, 4))))
+    write(many, ''.join(json.dumps({'op': op, unit: rate, 'rows': 9, 'd': 9, 'threads': threads}) + '\n'
+                        for op, unit, rate, threads in (
+                            ('gemm', 'gflops', 100, 1), ('gemm', 'gflops', 48, 4), ('gemm', 'gflops', 40, 4),
+                            ('attn_fwd', 'tflops', 2, 4), ('attn_bwd', 'tflops', 1, 4),
+                            ('adamw', 'gbytes_per_s', 6, 4))))
     for host, ranks in ('cpu', 8), ('h100x8', 1):
         run_command([PLAN, '--machine', host, '--calibrate', many, '--write-machine', written]).check_returncode()
         got, want = load(written)['rates'], {'dense_flops': 48e9 / ranks, 'attention_forward_flops': 2e12 / ranks,
@@ -613,13 +768,15 @@ def calibrated():
 
 def roomy(name, **other):
     """A machine of two GPUs, on which all settings are tried."""
-    return ['--machine', machine(f'{name}.json', **{'ranks': 2, 'gpu_reserve': '0B', 'gpu_memory': '12MiB', **other}), '--device', 'cpu']
+    has = {'ranks': 2, 'gpu_reserve': '0B', 'gpu_memory': '12MiB', **other}
+    return ['--machine', machine(f'{name}.json', **has), '--device', 'cpu']
 
 
 def fastest(got, what):
     """Settings are in the order of their time; of the Pareto set is what needs less than all faster ones."""
     settings, least = got['settings'], float('inf')
-    check(all(a['seconds_step'] <= b['seconds_step'] for a, b in zip(settings, settings[1:])), f'{what}: not in the order of their time')
+    seconds = [one['seconds_step'] for one in settings]
+    check(seconds == sorted(seconds), f'{what}: not in the order of their time: {seconds}')
     for one in settings:
         check(one['pareto'] == (one['gpu_bytes'] < least), f'{what}: {one}, others have {least}')
         least = min(least, one['gpu_bytes'])
@@ -631,7 +788,8 @@ def best_setting():
     small = ['--model', model('small'), *roomy('machine'), '--tokens', '4k']
     got = plan(*small, '--best')
     fastest(got, 'best')
-    check(got['seconds_step'] == got['settings'][0]['seconds_step'] and got['best'] == got['settings'][0]['flags'], got['best'])
+    first = got['settings'][0]
+    check(got['seconds_step'] == first['seconds_step'] and got['best'] == first['flags'], f"{got['best']}, not {first}")
     confirmed = plan(*small, *got['best'].split())
     check(confirmed['gpu_bytes'] == got['gpu_bytes'], 'the best setting is not what it was')
     check(FIELDS <= set(got), f'fields {sorted(got)}')
@@ -652,28 +810,30 @@ def best_setting():
     nearest = got['gpu_bytes']
     plan(*tiny, *roomy('tight', gpu_memory=f'{nearest - 1}B'), *words, status=3)
     got = plan(*tiny, *roomy('tight', gpu_memory=f'{nearest}B'), *words)
-    check(got['gpu_bytes'] == nearest == min(one['gpu_bytes'] for one in got['settings']), f"{nearest} bytes, {got['settings']}")
+    least = min(one['gpu_bytes'] for one in got['settings'])
+    check(got['gpu_bytes'] == nearest == least, f'{nearest} bytes come nearest, not {least}')
 
 
 def extrapolated():
-    """Of a long sequence time, host and link are those of full plans, and the best setting is the fastest that fits by one."""
+    """Time, host and link of a long sequence are those of full plans; the best is the fastest that fits by one."""
     long = ['--model', model('tiny', **TINY), '--tokens', '512k']
     got = plan(*long, *roomy('all', gpu_memory='90TiB', rates={'host_update_bytes': 1}), '--best')
     fastest(got, 'extrapolated')
     full = {}
     for one in got['settings'][::3] + [one for one in got['settings'] if one['pareto']]:
         full[one['flags']] = whole = plan(*long, *roomy('all', gpu_memory='90TiB'), *one['flags'].split())
-        check(abs(whole['seconds_step'] / one['seconds_step'] - 1) < 1e-7, f"{one}: {whole['seconds_step']} s by a full plan")
-        for name in 'host_bytes_node', 'link_bytes':
-            check(whole[name] == one[name], f'{one}: {name} is {whole[name]} by a full plan')
-        check(abs(whole['gpu_bytes'] / one['gpu_bytes'] - 1) < 0.01, f"{one}: {whole['gpu_bytes']} bytes by a full plan")
+        check(abs(whole['seconds_step'] / one['seconds_step'] - 1) < 1e-7 and
+              abs(whole['gpu_bytes'] / one['gpu_bytes'] - 1) < 0.01 and
+              all(whole[name] == one[name] for name in ('host_bytes_node', 'link_bytes')), f'{one}, in full {whole}')
     longer = [one for one in got['settings'] if one['pareto'] and full[one['flags']]['gpu_bytes'] > one['gpu_bytes']]
     needed(longer, 'no line is too short')
-    room = roomy('short', gpu_memory=f"{longer[0]['gpu_bytes']}B", rates={'host_update_bytes': 1})
-    status, _, got = run(PLAN, *long, *room, '--best')
-    fits = [one['flags'] for one in got['settings'] if run(PLAN, *long, *room, *one['flags'].split())[0] == 0]
-    check(longer[0]['flags'] in [one['flags'] for one in got['settings']] and longer[0]['flags'] not in fits, f'{longer[0]}: {fits}')
-    check((status == 0) == got['fits'] == bool(fits) and got.get('best') == (fits[0] if fits else None), f"{got.get('best')}, not {fits[:1]}")
+    host = roomy('short', gpu_memory=f"{longer[0]['gpu_bytes']}B", rates={'host_update_bytes': 1})
+    status, _, got = run(PLAN, *long, *host, '--best')
+    tried = [one['flags'] for one in got['settings']]
+    fits = [flags for flags in tried if run(PLAN, *long, *host, *flags.split())[0] == 0]
+    check(longer[0]['flags'] in tried and longer[0]['flags'] not in fits, f'{longer[0]}: {fits}')
+    check((status == 0) == got['fits'] == bool(fits) and got.get('best') == (fits[0] if fits else None),
+          f"{got.get('best')}, not {fits[:1]}")
 
 
 def longest_settings():
@@ -732,7 +892,8 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, numbers, documents, packed_steps, progress, linear, refusals, paths,
-                 others, calibrated, best_setting, extrapolated, longest_settings, pictures):
+    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, machines, advised, nodes,
+                 numbers, documents, packed_steps, progress, linear, linear_time, refusals, paths, others, calibrated,
+                 best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))
