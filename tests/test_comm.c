@@ -1153,6 +1153,35 @@ static void test_parts(void)
     CHECK(world.part == NULL && upipe_comm_world(&of[0]) == &of[0]);
 }
 
+/* Ranks of a part that disagree are named as the job calls them, over whole numbers and real ones. Of four ranks 2 and 3 are
+ * a team, 1 and 3 a ring. */
+static upipe_status named_body(void *user, int rank)
+{
+    grid *g = (grid *)user;
+    const upipe_ops ops = {0};
+    for (int kind = 0; kind < 4; ++kind) {
+        const int real = kind % 2, in_ring = kind / 2, other = in_ring ? 1 : 2;
+        upipe_fields f = real ? fields_of_real(rank + 0.5, 32, "chunk", 1) : fields_of("tokens", rank);
+        upipe_ctx c = {.ops = &ops};
+        char words[96];
+        if (rank != other && rank != 3) continue;
+        snprintf(words, sizeof words, "tokens is %d%s on rank %d and 3%s on rank 3", other, real ? ".5" : "",
+                 other, real ? ".5" : "");
+        grid_use(&g[kind], rank, &c);
+        CHECK_REFUSED(upipe_comm_agree(&c, in_ring ? c.ring : c.team, &f), UPIPE_ERR_MISMATCH, c.err, words);
+    }
+    return UPIPE_OK;
+}
+
+static void test_named(void)
+{
+    grid g[4];
+    upipe_err e;
+    for (int kind = 0; kind < 4; ++kind) CHECK_STATUS(grid_init(&g[kind], 4, 2, 2, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_run(&g[0].world, named_body, g, NULL, &e), UPIPE_OK, e);
+    for (int kind = 0; kind < 4; ++kind) grid_free(&g[kind]);
+}
+
 typedef struct lost_grid {
     grid grid;
     upipe_threads side;
@@ -1213,6 +1242,7 @@ int main(int argc, char **argv)
     TEST(test_alone());
     TEST(test_resources());
     TEST(test_parts());
+    TEST(test_named());
     for (int i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));
     return test_end("comm");
 }

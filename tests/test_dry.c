@@ -913,7 +913,8 @@ static void test_ring_mode(void)
         }
 }
 
-/* Operations of products and of attention, counted by hand: two for each element of a product's depth. */
+/* Operations of products and of attention, counted by hand: two for each element of a product's depth; and the bytes of
+ * results that are merged: O, of V's head dim, and dQ, of that of Q. */
 static void test_work(void)
 {
     const upipe_mask masks[] = {{.window = 0}, {.causal = 1}, {.window = 2}, {.causal = 1, .window = 2}};
@@ -922,7 +923,7 @@ static void test_work(void)
         int out, a, b, trans, times; /* heads: each alone, of one operand for all, or added up */
     } products[] = {{1, 1, 1, 0, 1}, {1, 1, 1, 1, 1}, {4, 4, 4, 0, 4},
                     {4, 1, 4, 1, 4}, {4, 4, 1, 0, 4}, {1, 4, 4, 1, 4}};
-    double fwd = 0, bwd = 0, done = 0;
+    double fwd = 0, bwd = 0, done = 0, merged = 0;
     upipe_ctx *c = &dry->ctx;
     upipe_attn_grad g = {0};
     CHECK_STATUS(upipe_dry_init(dry, NULL, &fake_ops), UPIPE_OK, c->err);
@@ -944,8 +945,12 @@ static void test_work(void)
     g.a.v = upipe_view_packed(NULL, UPIPE_F32, 4, 1, 5);
     for (int i = 0; i < 8; ++i) { /* Q K^T and P V; the scores again, dQ and dK, and dO V^T and dV */
         g.a.mask = masks[i % 4];
+        g.a.merge = i / 4;
         CHECK_STATUS(c->ops->attn_fwd(c, &g.a), UPIPE_OK, c->err);
+        CHECK_INT(dry->work.merged, merged + g.a.merge * 2 * 4 * 4 * 2 * 5);
         CHECK_STATUS(c->ops->attn_bwd(c, &g), UPIPE_OK, c->err);
+        merged += g.a.merge * 2 * 4 * 4 * 2 * (5 + 3);
+        CHECK_INT(dry->work.merged, merged);
         fwd += 2 * pairs[i % 4] * 2 * (3 + 5);
         bwd += 2 * pairs[i % 4] * 2 * (3 * 3 + 2 * 5);
         CHECK_INT(dry->work.attn_fwd, fwd);

@@ -190,6 +190,48 @@ static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, u
     check_out_of_memory(&t, 1, 40);
 }
 
+/* A backward without memory for one of its blocks leaves a `save` that can be freed, with the delta that it had before, and
+ * nothing of its own: layer_bwd of a gradient of O of the host's, out_bwd, and layer_bwd behind it. */
+static void test_saved_after_failure(int call, int reads_o)
+{
+    const upipe_plan_desc d = {
+        .tokens = 16, .heads = 4, .kv_heads = 2, .head_dim = 32, .model_dim = 16, .chunk = 2};
+    upipe_status s = UPIPE_ERR_MEMORY;
+    upipe_ops ops = cpu_table();
+    float w[1];
+    long at;
+    ops.attn_reads_o = reads_o;
+    for (at = 1; s == UPIPE_ERR_MEMORY; ++at) {
+        upipe_plan p;
+        upipe_layer l = {.plan = &p, .wq = w, .wk = w, .wv = w, .wo = w};
+        const upipe_grads g = {0};
+        const upipe_view x = upipe_view_packed(w, UPIPE_F32, 16, 1, 16);
+        fail_alloc fails = {.at = at};
+        upipe_slots dout = {0};
+        upipe_saved save;
+        upipe_dry *dry;
+        upipe_ctx *c;
+        CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+        dry = dry_begin(&p, &ops, &s);
+        c = &dry->ctx;
+        CHECK_STATUS(upipe_layer_fwd(c, &l, &save, x), UPIPE_OK, c->err);
+        if (call == 0)
+            CHECK_STATUS(upipe_slots_alloc(c, &p, &dout, UPIPE_SLOT_FULL, "dout"), UPIPE_OK, c->err);
+        if (call == 2) CHECK_STATUS(upipe_layer_out_bwd(c, &l, &g, &save, x), UPIPE_OK, c->err);
+        dry->mem.guard = fail_alloc_guard;
+        dry->mem.user = &fails;
+        s = call == 1 ? upipe_layer_out_bwd(c, &l, &g, &save, x)
+                      : upipe_layer_bwd(c, &l, x, &g, &save, call == 0 ? &dout : &save.out, x);
+        dry->mem.guard = NULL;
+        CHECK_STATUS(s, s == UPIPE_OK ? UPIPE_OK : UPIPE_ERR_MEMORY, c->err);
+        CHECK_STATUS(upipe_saved_free(c, &save), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_free(c, dout.data), UPIPE_OK, c->err);
+        CHECK_INT(dry->mem.live, 0);
+        buffers_free(0);
+    }
+    CHECK(at > 3);
+}
+
 typedef struct odd_rank {
     upipe_threads *team;
     const upipe_ops *ops;
@@ -656,6 +698,7 @@ int main(int argc, char **argv)
     TEST(test_out_of_memory(5, 5, 2, 0, 0, UPIPE_BF16));
     TEST(test_out_of_memory(8, 2, 2, 2, 0, UPIPE_F32));
     TEST(test_out_of_memory(2, 1, 1, 4, 0, UPIPE_BF16));
+    for (int i = 0; i < 6; ++i) TEST(test_saved_after_failure(i % 3, i / 3));
     TEST(test_odd_ranks());
     TEST(test_begun(1, 2));
     TEST(test_begun(2, 2));

@@ -94,6 +94,31 @@ static void test_best_fit(void)
     CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);
 }
 
+/* A refusal names the largest hole: between two blocks, before the first or behind the last, wherever it is. */
+static void test_hole(void)
+{
+    static const size_t sizes[3][4] = {
+        {8192, 256, 4096, 256}, {4096, 256, 8192, 256}, {4096, 256, 2048, 256}};
+    for (int i = 0; i < 3; ++i) {
+        const size_t span =
+            upipe_mem_span(sizes[i][0]) + upipe_mem_span(sizes[i][2]) + 2 * upipe_mem_span(256);
+        const size_t behind = i < 2 ? 1024 : 16384, hole = upipe_mem_span(8192);
+        char words[64];
+        upipe_mem m;
+        upipe_err e;
+        void *p[4], *none;
+        upipe_mem_init(&m, slab, span + behind, blocks, BLOCKS);
+        for (int j = 0; j < 4; ++j)
+            CHECK(upipe_mem_alloc(&m, &p[j], sizes[i][j], UPIPE_USE_OTHER, "p", &e) == UPIPE_OK);
+        for (int j = 0; j < 4; j += 2) CHECK(upipe_mem_free(&m, p[j], &e) == UPIPE_OK);
+        snprintf(words, sizeof words, "the largest hole has %zu", i < 2 ? hole : behind);
+        CHECK_REFUSED(upipe_mem_alloc(&m, &none, 20000, UPIPE_USE_OTHER, "more", &e), UPIPE_ERR_MEMORY, e,
+                      words);
+        upipe_mem_rewind(&m, 0);
+        CHECK(upipe_mem_destroy(&m, &e) == UPIPE_OK);
+    }
+}
+
 static upipe_status refuse_large(void *user, size_t bytes, int use, const char *tag)
 {
     (void)use, (void)tag;
@@ -385,6 +410,7 @@ int main(int argc, char **argv)
     TEST(test_poison());
     TEST(test_best_fit());
     TEST(test_refusals());
+    TEST(test_hole());
     TEST(test_marks());
     TEST(test_unwind());
     TEST(test_dry());

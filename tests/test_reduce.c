@@ -47,6 +47,22 @@ static void check_sum(upipe_ctx *c, int rank, upipe_comm *comm, float want)
     CHECK_INT(c->mem->live, 0);
 }
 
+/* Numbers of the host: none, one, and as many as a gather can have. */
+static void check_scalars(upipe_ctx *c, int rank, upipe_comm *comm, double want)
+{
+    static const int counts[] = {0, 1, UPIPE_ALL_GATHER_MAX};
+    double values[UPIPE_ALL_GATHER_MAX + 1];
+    for (int k = 0; k < 3; ++k) {
+        for (int i = 0; i <= UPIPE_ALL_GATHER_MAX; ++i) values[i] = (double)brought(rank) * (i + 1);
+        CHECK_STATUS(upipe_scalars_sum(c, comm, values, counts[k]), UPIPE_OK, c->err);
+        for (int i = 0; i <= UPIPE_ALL_GATHER_MAX; ++i)
+            CHECK_SAY(values[i] == (i < counts[k] ? want : (double)brought(rank)) * (i + 1),
+                      "rank %d, number %d of %d is %g", rank, i, counts[k], values[i]);
+    }
+    CHECK_REFUSED(upipe_scalars_sum(c, comm, values, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err,
+                  "numbers, at most");
+}
+
 static upipe_status sums_body(void *user, int rank)
 {
     job *j = (job *)user;
@@ -59,6 +75,9 @@ static upipe_status sums_body(void *user, int rank)
     check_sum(&c, rank, world, 1111);
     check_sum(&c, rank, c.team, brought(first) + brought(first + 1));
     check_sum(&c, rank, c.ring, brought(rank % TEAM) + brought(rank % TEAM + TEAM));
+    check_scalars(&c, rank, world, 1111);
+    check_scalars(&c, rank, c.team, (double)(brought(first) + brought(first + 1)));
+    check_scalars(&c, rank, c.ring, (double)(brought(rank % TEAM) + brought(rank % TEAM + TEAM)));
     c.team = NULL;
     check_sum(&c, rank, world, 1111);
     CHECK_REFUSED(upipe_all_reduce(&c, NULL, NULL, 0), UPIPE_ERR_ARG, c.err, "the communicator is NULL");

@@ -459,24 +459,30 @@ static void test_refused(void)
     CHECK(a.mem.live == 0);
 }
 
-/* While the shard is lent to a unit, no other one ends; and what has been summed is not lent. */
+/* While the shard is lent to a unit, it is lent to no other one, and no other one ends; and what has been summed is not
+ * lent. */
 static void test_lent(void)
 {
-    static const int64_t two[3] = {0, 8, 12};
-    static float shard[12];
+    static const int64_t three[4] = {0, 8, 12,
+                                     16}; /* the front of the shard is large enough for the last two */
+    static float shard[16];
     alone one;
     upipe_ctx *const c = &one.c;
     const upipe_mem *const mem = &one.mem;
-    upipe_zero z = alone_make(&one, POOL, 2, two, 2);
-    float *a, *b;
+    upipe_zero z = alone_make(&one, POOL, 2, three, 3);
+    float *a, *b, *last;
     z.grads = shard;
     CHECK_STATUS(upipe_zero_grads_clear(c, &z), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_zero_grads_first(c, &z, 1, &a), UPIPE_OK, c->err);
     CHECK(a == shard && mem->live == 0);
     CHECK_STATUS(upipe_zero_grads_first(c, &z, 0, &b), UPIPE_OK, c->err);
     CHECK(b != NULL && b != shard);
+    CHECK_STATUS(upipe_zero_grads_first(c, &z, 2, &last), UPIPE_OK, c->err);
+    CHECK(last != NULL && last != shard && last != b);
+    CHECK_INT(mem->live, (8 + 4) * 4);
     a[3] = 5;
     b[3] = 6;
+    last[3] = 7;
     CHECK_REFUSED(upipe_zero_grads_end(c, &z, 0, b), UPIPE_ERR_ARG, c->err,
                   "another one has been lent the shard");
     CHECK_REFUSED(upipe_zero_grads_end(c, &z, 0, a), UPIPE_ERR_ARG, c->err,
@@ -486,11 +492,32 @@ static void test_lent(void)
     CHECK(shard[3] == 0 && shard[11] == 5);
     CHECK_STATUS(upipe_zero_grads_end(c, &z, 1, a), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_zero_grads_end(c, &z, 0, b), UPIPE_OK, c->err);
-    CHECK(shard[3] == 6 && shard[11] == 5 && mem->live == 0);
+    CHECK_STATUS(upipe_zero_grads_end(c, &z, 2, last), UPIPE_OK, c->err);
+    CHECK(shard[3] == 6 && shard[11] == 5 && shard[15] == 7 && mem->live == 0);
     CHECK_STATUS(upipe_zero_grads_first(c, &z, 1, &a), UPIPE_OK, c->err);
     CHECK(a != shard);
     CHECK_STATUS(upipe_zero_grads_end(c, &z, 1, a), UPIPE_OK, c->err);
     CHECK(mem->live == 0);
+}
+
+/* A strip is so many bytes as they are sent, whatever the parameters are: for each rank's terms that come, and for those
+ * that go where they are rounded. */
+static void test_strips(void)
+{
+    static const int64_t one[2] = {0, 16 << 20}, element[2] = {0, 1};
+    for (int kind = 0; kind < 2 * 2 * 2; ++kind)
+        for (int ranks = 1; ranks <= RANKS_MAX; ++ranks) {
+            const int narrow = kind / 2 % 2 && ranks > 1; /* a rank alone rounds nothing */
+            upipe_zero z = {.ranks = ranks, .stage = 2, .units = 1, .first = one};
+            const size_t strip = kind / 4 ? 52 : UPIPE_ZERO_STRIP;
+            z.strip = kind / 4 ? strip : 0;
+            z.dtype = kind % 2 ? UPIPE_BF16 : UPIPE_F32;
+            z.sent = kind / 2 % 2 ? UPIPE_BF16 : UPIPE_F32;
+            CHECK_INT(upipe_zero_bytes(&z, 0, UPIPE_ZERO_SUM), strip * (size_t)(ranks * (1 + narrow)));
+            z.strip = 1; /* an element is the least */
+            z.first = element;
+            CHECK_INT(upipe_zero_bytes(&z, 0, UPIPE_ZERO_SUM), ranks * 4);
+        }
 }
 
 /* The front of the shard is not lent where it reaches into the unit's own slice. */
@@ -639,6 +666,7 @@ int main(int argc, char **argv)
     TEST(test_silent());
     TEST(test_refused());
     TEST(test_lent());
+    TEST(test_strips());
     TEST(test_not_lent());
     TEST(test_next_step());
     TEST(test_differing());
