@@ -989,6 +989,9 @@ static upipe_status slow_body(void *user, int rank)
     upipe_msg list[2] = {0};
     upipe_status s;
     int stuck = k->what & STUCK, n = k->what & TWO_MESSAGES ? 2 : 1, i;
+    char sentence[96];
+    snprintf(sentence, sizeof sentence, "rank %d waited 0.4 s in a transfer for rank %d to finish receiving",
+             upipe_comm_called(c->team, 0), upipe_comm_called(c->team, 1));
     line_up(k, rank, rank == 0 ? 0.4 : 60);
     for (i = 0; i < n; ++i) {
         list[i].peer = 1 - rank;
@@ -1007,8 +1010,7 @@ static upipe_status slow_body(void *user, int rank)
     }
     CHECK_STATUS(upipe_comm_start(c, c->team, list, n), UPIPE_OK, c->err);
     s = upipe_comm_wait(c, c->team);
-    CHECK_REFUSED(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err,
-                  "rank 0 waited 0.4 s in a transfer for rank 1 to finish receiving");
+    CHECK_REFUSED(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err, sentence);
     CHECK_INT(c->team->quarantine, rank == 0 && stuck);
     CHECK_INT(__atomic_load_n(&k->copies, __ATOMIC_SEQ_CST), 1); /* no block was begun after the failure */
     if (rank == 0) {
@@ -1022,13 +1024,23 @@ static upipe_status slow_body(void *user, int rank)
     return s;
 }
 
+/* With two messages the two ranks are the last of a world of four. */
 static void test_slow(void)
 {
     for (int what = 0; what <= (STUCK | TWO_MESSAGES); ++what) {
         crew *k = crew_begin(2, 60);
+        upipe_threads world = {0};
+        upipe_err e;
         k->what = what;
+        if (what & TWO_MESSAGES) {
+            CHECK_STATUS(upipe_threads_init(&world, 4, 60, &e), UPIPE_OK, e);
+            for (int r = 0; r < 2; ++r)
+                upipe_comm_part(k->ctx[r].team, upipe_threads_comm(&world, 2 + r), 2, 1);
+        }
         CHECK_INT(upipe_threads_run(&k->team, slow_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
         CHECK_INT(k->status[1], UPIPE_ERR_ABORTED);
+        upipe_threads_free(&k->team); /* before its world */
+        upipe_threads_free(&world);
         crew_end(k);
     }
 }

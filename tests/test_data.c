@@ -507,6 +507,28 @@ static void test_packed(int by_end, int masked)
     data_close(&d);
 }
 
+/* Files of a list, with an index and without: each that has none is a document, wherever it stands. */
+static void test_some_indices(void)
+{
+    static const int lengths[] = {7, 0, 13}, starts[] = {0, 1, 2, 3};
+    static const int64_t ends[] = {10, 17, 30, 50, 59};
+    const data_request q = request_of("@list", TOKEN_AUTO);
+    corpus d;
+    int64_t there = 0;
+    int i;
+    write_npy("a.npy", "<u2", 10, 10, 2);
+    write_megatron("m", 8, 2, 0, lengths, 3, starts, 4, 0);
+    write_llmc("a.bin", 20240520, 1, 20, 20, 2);
+    write_llmc("b.bin", 20240801, 7, 9, 9, 4);
+    write_text("list", "a.npy\nm.bin\na.bin\nb.bin", 23);
+    if (!opens(&d, &q, NULL)) return;
+    CHECK_INT(d.documents.n, 5);
+    for (i = 0; i < 5 && i < d.documents.n; ++i) CHECK_INT(d.documents.ends[i], ends[i]);
+    for (i = 0; i < d.ids.files; ++i) there += d.ids.file[i].map.about.st_size;
+    CHECK_INT(d.ids.bytes, there);
+    data_close(&d);
+}
+
 /* Each epoch has every document, whole, in an order of its own. */
 static void test_shuffled_documents(void)
 {
@@ -622,6 +644,34 @@ static void test_changes(int how)
     data_close(&d);
 }
 
+/* Whichever of the files has changed is named: of the ids or of the mask, the first of a list or a later one. */
+static void test_changed_name(const char *name)
+{
+    const struct timespec times[2] = {{1, 0}, {1, 0}};
+    data_request q = request_of("@list", TOKEN_U16);
+    const upipe_shard s = upipe_shard_range(0, WINDOW);
+    int32_t inputs[WINDOW], targets[WINDOW];
+    char masks[300];
+    corpus d;
+    data_order order;
+    write_raw("s0", 0, 40, 2);
+    write_raw("s1", 40, TOKENS, 2);
+    write_text("list", "s0\ns1", 5);
+    write_npy("b.npy", "|b1", 30, 30, 1);
+    write_raw("mask", 30, TOKENS, 1);
+    write_text("text", "b.npy\nmask", 10);
+    snprintf(masks, sizeof masks, "@%s", in("text"));
+    q.mask = masks;
+    if (!opens(&d, &q, NULL)) return;
+    data_order_init(&order);
+    CHECK_INT(data_fill(&d, &order, 0, &s, inputs, targets), 0);
+    CHECK_INT(utimensat(AT_FDCWD, in(name), times, 0), 0);
+    CHECK_INT(data_fill(&d, &order, 0, &s, inputs, targets), -1);
+    CHECK(order.lost != NULL && strcmp(order.lost, in(name)) == 0);
+    data_order_free(&order);
+    data_close(&d);
+}
+
 /* 8 GiB of which only the end is there: offsets beyond 32 bits, and nothing is read that is not asked for. */
 static void test_sparse(void)
 {
@@ -654,6 +704,7 @@ int main(int argc, char **argv)
     static const char *const names[] = {"a.npy", "a.bin", "b.bin", "raw",   "m.bin", "m.idx",
                                         "s0",    "s1",    "s2",    "list",  "mask",  "p.bin",
                                         "p.idx", "text",  "b.npy", "i.npy", "c.bin", "mask.npy"};
+    static const char *const changed[] = {"s0", "s1", "b.npy", "mask"};
     size_t i;
     int how;
     if (mkdtemp(folder) == NULL) abort();
@@ -665,9 +716,11 @@ int main(int argc, char **argv)
     TEST(test_pointers());
     TEST(test_wrong());
     for (how = 0; how < 4; ++how) TEST(test_packed(how & 1, how >> 1));
+    TEST(test_some_indices());
     TEST(test_shuffled_documents());
     TEST(test_hash());
     for (how = 0; how < 4; ++how) TEST(test_changes(how));
+    for (how = 0; how < 4; ++how) TEST(test_changed_name(changed[how]));
     TEST(test_sparse());
     for (i = 0; i < sizeof names / sizeof *names; ++i) unlink(in(names[i]));
     rmdir(folder);

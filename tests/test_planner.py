@@ -701,13 +701,14 @@ def paths():
     os.remove(link)
     os.symlink('link.json', link)
     refused_path('cannot be written', *small, '--json', link)  # to itself
-    os.remove(link)
-    os.symlink('far.json', link)
-    for what in 'a link to nothing', 'a link':
-        run_command([PLAN, *small, '--json', link]).check_returncode()
-        far = load(at('far.json'))
-        check(os.path.islink(link) and 'fits' in far, f'{what} was replaced, not written through')
-        write(at('far.json'), '{}')
+    for to in 'far.json', at('farther.json'):
+        os.remove(link)
+        os.symlink(to, link)
+        for what in 'a link to nothing', 'a link':
+            run_command([PLAN, *small, '--json', link]).check_returncode()
+            far = load(at(to))
+            check(os.path.islink(link) and 'fits' in far, f'{what} was replaced, not written through to {to}')
+            write(at(to), '{}')
     for line in '{"op": "gemm", "tflops": 1e14, "threads": 1}', '{"op": "gemm", "gflops": 1e-30, "threads": 1}':
         write(rates, line + '\n')
         got, said, _ = run(PLAN, *small, '--calibrate', rates, '--write-machine', new)

@@ -754,20 +754,36 @@ static void test_late_free(int victim)
     part_end(k);
 }
 
-/* The victim frees its team, and the others go on. */
+/* The victim frees its team, a part of a world in which the ranks are numbered the other way round; the others go on. */
 static void test_early_free(int victim)
 {
-    part_buf *k = part_begin(20);
-    upipe_ctx *c = &k->ctx;
+    MPI_Comm mpi, reversed;
+    upipe_mpi world;
+    upipe_err e;
+    part_buf *k;
+    upipe_ctx *c;
+    char name[48];
     double began;
+    int rank;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_dup(MPI_COMM_WORLD, &mpi);
+    MPI_Comm_set_errhandler(mpi, MPI_ERRORS_RETURN);
+    CHECK_STATUS(upipe_mpi_init(&world, mpi, 7, 20, &e), UPIPE_OK, e);
+    MPI_Comm_split(MPI_COMM_WORLD, 0, -rank, &reversed);
+    k = part_on(reversed, 20);
+    c = &k->ctx;
+    upipe_comm_part(c->team, &world.comm, k->ranks - 1, -1);
     line_up(k, 20);
     began = test_seconds();
-    if (k->rank != victim) {
-        CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_MISMATCH, c->err, "has freed its team");
+    snprintf(name, sizeof name, "rank %d has freed its team", victim);
+    if (rank != victim) {
+        CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_MISMATCH, c->err, name);
         check_dead(k);
     }
     CHECK(test_seconds() - began < 10);
     part_end(k);
+    CHECK_STATUS(upipe_mpi_free(&world, &e), UPIPE_OK, e);
+    MPI_Comm_free(&mpi);
 }
 
 /* ---- the attention block: the same bits as on ranks that are threads ---- */

@@ -36,12 +36,38 @@ SOURCE = r'''
 #define _POSIX_C_SOURCE 200809L
 #include "common/rendezvous.h"
 
+/* Of connections without a hello the oldest goes, wherever it stands; one that has brought its hello never. */
+static int evictions(void)
+{
+    static const double until[] = {5, 1, 3, 2, 4};
+    struct pollfd polls[1 + 5];
+    rendezvous_conn conns[5];
+    rendezvous_server s;
+    int i, k;
+    memset(&s, 0, sizeof s);
+    memset(conns, 0, sizeof conns);
+    s.polls = polls;
+    s.conns = conns;
+    for (; s.n < 5; ++s.n) {
+        polls[1 + s.n].fd = -1;
+        conns[s.n].until = until[s.n];
+        conns[s.n].next = until[s.n] < 2 ? RENDEZVOUS_READ_ACK : RENDEZVOUS_READ_HELLO;
+    }
+    for (k = 2; k <= 5; ++k) {
+        if (!rendezvous_evict(&s) || s.n != 6 - k) return cli_fail("%d connections are left", s.n), EXIT_RUN;
+        for (i = 0; i < s.n; ++i)
+            if (conns[i].until == k) return cli_fail("connection %d is left", k), EXIT_RUN;
+    }
+    return rendezvous_evict(&s) ? EXIT_RUN : 0;
+}
+
 int main(int argc, char **argv)
 {
     char data[5000];
     launch l;
     int status = launch_read(&l), i, step = argc > 2 ? atoi(argv[2]) : 7; /* of the run */
     if (status != 0) return status - 1;
+    if (argc > 1 && strcmp(argv[1], "evictions") == 0) return evictions();
     if (argc > 3) l.first = 4, l.step = 2; /* of some ranks */
     for (i = 0; i < 5000; ++i) data[i] = (char)(l.rank == 0 ? i * step : 0);
     if (rendezvous(&l, data, sizeof data, argc > 1 ? atof(argv[1]) : 10) != 0) return EXIT_RUN;
@@ -316,6 +342,10 @@ def test_short_limit():
     finish(first)
 
 
+def test_evictions():
+    expect(0, '', 'evictions')
+
+
 def test_wrong_hellos():
     """Of other runs, without a secret: they end none, and are counted and named if rank 1 does not come, and if it does."""
     for comes in (False, True):
@@ -518,7 +548,7 @@ def main():
         compiler += ['-std=c11', '-I', TOP, '-I', os.path.join(TOP, 'examples'), source, '-lm']
         subprocess.run([*compiler, '-o', PLAIN], check=True)
         tests = [test_variables, test_machines, test_meeting, test_file, test_file_killed, test_file_pipes, test_strangers,
-                 test_strange_clients, test_short_limit, test_wrong_hellos, test_address, test_no_descriptors, test_absent,
+                 test_strange_clients, test_short_limit, test_evictions, test_wrong_hellos, test_address, test_no_descriptors, test_absent,
                  test_names, test_open, test_bad_secrets]
         crypto = subprocess.run(['pkg-config', '--cflags', '--libs', 'libcrypto'], capture_output=True, text=True, check=False)
         if crypto.returncode == 0:

@@ -371,6 +371,32 @@ static upipe_status chain_body(void *user, int r)
     return leave(k, r);
 }
 
+/* Rank 1 has once said that it waits for rank 2. It does not any more when rank 0 alone is in the next call. */
+static upipe_status old_answer_body(void *user, int r)
+{
+    crew *k = (crew *)user;
+    upipe_ctx *c = &k->ctx[r];
+    upipe_tcp *t = &k->team[r];
+    int news = 0;
+    line_up(k, r, 20);
+    if (r == 0) {
+        const int64_t question = upi_tcp_ask(t);
+        while (t->watch.answers[1].call != question && upi_tcp_hear(c, t, &news) == UPIPE_OK) test_nap(0.001);
+        CHECK_INT(t->watch.answers[1].n, 2);
+        __atomic_store_n(&k->what, 1, __ATOMIC_RELEASE);
+    }
+    while (r == 2 && !__atomic_load_n(&k->what, __ATOMIC_ACQUIRE)) test_nap(0.001);
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
+    pthread_barrier_wait(&k->door);
+    c->team->deadline = 0.3;
+    if (r > 0) pthread_barrier_wait(&k->door);
+    CHECK_REFUSED(upipe_comm_barrier(c, c->team), r == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err,
+                  "for ranks 1, 2 to come");
+    if (r == 0) pthread_barrier_wait(&k->door);
+    check_dead(k, r);
+    return leave(k, r);
+}
+
 enum { KIND, COUNT, NUMBER, BLOCKS, BYTES, NINTH, ITSELF, MISMATCHES };
 
 static upipe_status mismatch_body(void *user, int r)
@@ -812,6 +838,7 @@ int main(int argc, char **argv)
     }
     for (i = 0; i < AT_COUNT; ++i) TEST_OF("absent", crew_run(3, i / 2, 20, absent_body, i % 3, i));
     TEST_OF("chain", crew_run(3, 0, 20, chain_body, 0, 0));
+    TEST_OF("old_answer", crew_run(3, 0, 20, old_answer_body, 0, 0));
     for (i = 0; i < MISMATCHES; ++i) TEST_OF("mismatch", crew_run(3, i % 2, 20, mismatch_body, i % 3, i));
     for (i = 0; i < 2 * ABORTS; ++i) TEST_OF("abort", crew_run(3, i % 2, 20, abort_body, i % 3, i / 2));
     for (i = 0; i < 2; ++i) TEST_OF("other_thread", crew_run(3, i, 20, other_thread_body, i, 0));
