@@ -5,7 +5,19 @@
  */
 #define _POSIX_C_SOURCE 200809L
 #define _XOPEN_SOURCE   700
+#include "upipe/net/upipe_net_header.h"
+
+#include <stdlib.h>
+
+/* The transport's own allocations, counted: nothing of a team may be left. */
+static int allocated;
+
+#define calloc(n, bytes) (__atomic_add_fetch(&allocated, 1, __ATOMIC_RELAXED), calloc(n, bytes))
+#define free(p)          (__atomic_sub_fetch(&allocated, 1, __ATOMIC_RELAXED), free(p))
 #include "upipe/net/upipe_net_tcp.h"
+#undef calloc
+#undef free
+
 #include "upipe/net/upipe_net_threads.h"
 
 #include <signal.h>
@@ -158,6 +170,7 @@ static void crew_run(int ranks, int inet, double deadline, upipe_status (*body)(
     upipe_threads_free(&threads);
     pthread_barrier_destroy(&k->door);
     mesh_close(&k->mesh);
+    CHECK_INT(allocated, 0);
 }
 
 /* The end of every body. */
