@@ -13,6 +13,7 @@ import math
 import mmap
 import os
 import random
+import select
 import socket
 import struct
 import subprocess
@@ -160,10 +161,12 @@ def socket_twice(abi, library):
     # places that are neither in team nor in ring are not read
     u = abi.Attention(library, tokens=8, ranks=2, ring=2, heads=4, head_dim=32, rank=0, headers=[a, a, b, a], data=[a, c, d, a])
     for one in ends[1::2]:
-        one.close()
+        one.shutdown(socket.SHUT_WR)
     u.close()
+    for one in ends[1:5:2]:  # one of the team and one of the ring are told that the rank has gone
+        check(select.select([one], [], [], 0)[0] and len(one.recv(4096)) > 0, 'a close without a goodbye')
     os.close(again)
-    for one in ends[::2]:
+    for one in ends:
         one.close()
 
 
@@ -337,6 +340,7 @@ def closed_early(abi, library):
     lib, why, statuses = calls(library), ctypes.create_string_buffer(256), []
     u = opened(lib.upipe_abi_open(ctypes.byref(abi.Desc(tokens=8, ranks=2, heads=4, head_dim=32)), why, len(why)), why)
     thread = in_a_call(lib, u, 1, statuses)
+    check(lib.upipe_abi_error(u, 0) == b'', f'rank 0 is told what became of a call of rank 1: {lib.upipe_abi_error(u, 0)}')
     check(lib.upipe_abi_drop(u, 0, 0) != 0 and lib.upipe_abi_close(u) != 0, 'a handle is closed under a call')
     lib.upipe_abi_abort(u, 0, b'rank 0 has left')
     thread.join()
@@ -517,6 +521,14 @@ def asked(abi, library):
         u.pack(0, other)
         refused(abi, lambda u=u: u.qkv_bwd(0, t, t, t, t, t, t, t, t), 'of the forward')
         u.close()
+    u = abi.Attention(library, tokens=8, heads=4, head_dim=32, causal=1)
+    borders = [0, 4, 8]
+    u.pack(0, borders)
+    borders[1] = 5  # the list is the caller's again
+    u.qkv_fwd(0, t, t, t, t)
+    u.pack(0, [0, 4, 8])
+    u.qkv_bwd(0, t, t, t, t, t, t, t, t)
+    u.close()
     u = abi.Attention(library, tokens=8, heads=4, head_dim=32)
 
     def forked():
@@ -693,13 +705,18 @@ def left(abi, library):
     """A rank that has left, and one whose call was refused: the other does not wait for the deadline of 60 s."""
     def one_leaves(rank):
         if rank == 1:
-            raise abi.Error('rank 1 has other plans')
+            raise own
         t = floats([0.0] * (u.rows(rank)[1] * HEADS * DIM))
         u.qkv_fwd(rank, t, t, t, t)
 
+    own, raised = ValueError('rank 1 has other plans'), None
     u = abi.Attention(library, tokens=TOKENS, ranks=2, heads=HEADS, head_dim=DIM)
     began = time.monotonic()
-    refused(abi, lambda: u.run(one_leaves), 'other plans')
+    try:
+        u.run(one_leaves)
+    except Exception as error:  # pylint: disable=broad-except
+        raised = error
+    check(raised is own, f'a rank leaves by {own!r}, and its team by {raised!r}')  # not by what that does to rank 0
     check(time.monotonic() - began < 30, 'a rank waits for one that has left')
     u.close()
 

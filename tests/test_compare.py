@@ -232,6 +232,19 @@ def check_numbers(numbers, what, checked=True, ring=2, inner=2, segments=4):
                 equal([m['same_bits_dx'], m['same_bits_dw']], [True] * 2, f'{name}: same bits')
 
 
+def verdict(m, first):
+    """The sentence that compares a method with the first one: numbers of JSON in words. What goes to the host is not sent."""
+    peak, sent = (max(m['peak_bytes'].values()) / max(first['peak_bytes'].values()),
+                  [sum(map(sum, one['sent_bytes'].values())) for one in (m, first)])
+    off = abs(1 - peak)
+    held = 'as much as' if off == 0 else f'{100 * off:.{2 if off < 0.005 else 0}f} % {"less" if peak < 1 else "more"} than'
+    others = [key for key in ('out', 'dx', 'dw') if not m['same_bits_' + key]]
+    bits = ' '.join(['gives other bits in', *others] if others else ['gives the same bits'])
+    sends = 'nothing, as one rank does' if sent[1] == 0 else 'the same number of bytes' if sent[0] == sent[1] else \
+        f'{sent[0] / sent[1]:.2f} times the bytes'
+    return f'{m["name"]} holds {held} {first["name"]} at its peak, {bits}, and sends {sends}.\n'
+
+
 def good(folder, args, what, checked=True, **grid):
     """Runs compare, checks all that holds for every run, returns the numbers."""
     path = 'numbers.json'
@@ -246,6 +259,9 @@ def good(folder, args, what, checked=True, **grid):
     for m in numbers['methods']:
         check(f'\n{m["name"]} ' in done.stdout, f'{what}: {m["name"]} is missing on screen: {done.stdout}')
     check_numbers(numbers, what, checked, **grid)
+    for m in numbers['methods'][1:]:
+        sentence = verdict(m, numbers['methods'][0])
+        check(sentence in done.stdout, f'{what}: "{sentence}" is not on screen: {done.stdout}')
     return numbers
 
 
@@ -522,6 +538,20 @@ def test_dumps(folder):
         check_dump(os.path.join(dump, name), numbers['config'], f'rings: {name}')
 
 
+def test_same_bits(folder):
+    """What is said of bits is so of all of a result's: with some methods the others than the first quarter are different."""
+    small = '--heads 4 --head-dim 32 --model-dim 64 --tokens 128 --dump dump'.split()
+    numbers, behind = good(folder, [*small, *named(['ulysses', *RINGS, *SEGMENTED])], 'bits'), 0
+    for m in numbers['methods']:
+        same = {}
+        for result in ('out', 'dx', 'dwq', 'dwk', 'dwv'):
+            got, first = (np.load(f'dump/{name}/{result}.npy').view(np.uint32).ravel() for name in (m['name'], 'ulysses'))
+            same[result[:3] if result == 'out' else result[:2]] = bool((got == first).all()) and same.get(result[:2], True)
+            behind += (got[:got.size // 4] == first[:got.size // 4]).all() and not (got == first).all()
+        equal({key: m['same_bits_' + key] for key in same}, same, f'{m["name"]}: the same bits')
+    check(behind > 0 or numbers['config']['products'] != 'built-in', 'every result has other bits from its beginning')
+
+
 def test_cancelling(folder):
     """The sinks' gradients of a few heads may be small beside their terms, whose roundings they keep."""
     dump = os.path.join(folder, 'dump')
@@ -724,5 +754,5 @@ def test_replacing(folder):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('compare', test_defaults, test_shapes, test_methods, test_sums_of_heads, test_length, test_dumps, test_cancelling,
+    sys.exit(run_tests('compare', test_defaults, test_shapes, test_methods, test_sums_of_heads, test_length, test_dumps, test_same_bits, test_cancelling,
                         test_traces, test_colours, test_refusals, test_failures, test_replacing))

@@ -131,6 +131,23 @@ def test_batch(_):
     equal((numbers['loss'], numbers['grad_norm']), ([0, 0], [0, 0]), 'documents that are a token')
 
 
+def test_after(_):
+    """Borders are those of a micro-batch: what comes after a step or an evaluation of packed documents has none of them."""
+    packed('apart', IDS * 4, LENGTHS * 4)
+    write('plain.npy', npy(IDS * 4))
+    for text, held in ('apart.bin', 'plain.npy'), ('plain.npy', 'apart.bin'):
+        flags = {'tokens_file': text, 'eval': held, 'tokens': 64, 'ranks': 2}
+        sample = {'sample': 40, 'prompt': ', '.join(map(str, IDS[:30])), 'temperature': 0.2}
+        learnt = {'lr': 1e-2, 'warmup': 0, 'steps': 8, 'accumulate': 2}
+        said = []
+        for what, more in {'trained': {**MODEL, **learnt, 'eval_every': 1, 'save': 'of ' + text}, 'loaded': {'load': 'of ' + text, 'steps': 0}}.items():
+            done = run_command([TRAIN, *words_of({**more, **flags, **sample, 'json': what})])
+            needed((done.returncode, done.stderr) == (0, ''), f'{text}, {what}: {done.returncode} {done.stderr}')
+            said.append((done.stdout.splitlines()[-1], load(what)['eval'][-1]['loss']))
+        equal(said[0], said[1], f'the sample and the evaluation of what has learnt from {text}')
+        same(run('no evaluation', **{**flags, **learnt, 'eval': None}), load('trained'), f'{text}: not evaluated')
+
+
 def test_bytes(_):
     """Pools hold what they hold without documents, teams send the same; what no query sees is not sent round a ring, nor fetched."""
     packed('short', IDS * 3, [8] * 24 + [3])
@@ -268,5 +285,5 @@ def test_tokenize(_):
 
 if __name__ == '__main__':
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(run_tests('documents', test_formats, test_alone, test_batch, test_bytes, test_mask, test_resume, test_usage, test_changes,
+    sys.exit(run_tests('documents', test_formats, test_alone, test_batch, test_after, test_bytes, test_mask, test_resume, test_usage, test_changes,
                        test_sparse, test_tokenize))

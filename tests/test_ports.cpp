@@ -318,13 +318,17 @@ static void layers(job *j, upipe_host *h)
         CHECK(upipe_all_reduce(&h->ctx, h->ctx.team, dsinks.data(), HQ) == UPIPE_OK);
         check_near(dsinks.get(), j->want[l].dsinks, "dsinks");
     }
-    p[0].T = local + 1;
-    CHECK(AttentionBackendRegistry::instance().select(p[0]) == nullptr);
-    try {
-        attention_forward_cudnn(p[0].out, p[0].lse, p[0].qkv, B, local + 1, HQ, HKV, D, nullptr);
-        CHECK(!"a wrong shape must throw");
-    } catch (const std::runtime_error &e) {
-        CHECK_TEXT(e.what(), "another shape");
+    for (int i = 0; i < 10; ++i) { /* one less, or one more, of each number */
+        int n[] = {B, local, HQ, HKV, D};
+        n[i / 2] += i % 2 ? 1 : -1;
+        p[0].B = n[0], p[0].T = n[1], p[0].Hq = n[2], p[0].Hkv = n[3], p[0].d = n[4];
+        CHECK(AttentionBackendRegistry::instance().select(p[0]) == nullptr);
+        try {
+            attention_forward_cudnn(p[0].out, p[0].lse, p[0].qkv, n[0], n[1], n[2], n[3], n[4], nullptr);
+            CHECK(!"a wrong shape must throw");
+        } catch (const std::runtime_error &e) {
+            CHECK_TEXT(e.what(), "another shape");
+        }
     }
 }
 

@@ -673,6 +673,37 @@ def test_lora(folder):
         failed(folder, given(lora=words), 2, ['--lora is RANK:ALPHA:TARGETS'])
 
 
+def drawn_of(folder, what, kinds_n, starts_n, **flags):
+    """The tensors of a new model, which are of so many kinds, and its matrices, of which no two begin with the same numbers."""
+    for dtype in ('f32', 'bf16'):
+        quiet(given(**flags, dtype=dtype, save=what + dtype), folder, f'{what}, {dtype}')
+    _, stored, _, _ = safetensors(f'{what}bf16/checkpoint-0/model.safetensors')
+    kinds, starts = set(), set()
+    for name, (shape, numbers) in floats(f'{what}f32/checkpoint-0/model.safetensors').items():
+        kind, root = re.sub(r'\d+', '*', name), len(numbers) ** 0.5
+        kinds.add(kind)
+        words = [w + 0x7fff + (w >> 16 & 1) >> 16 for w in array.array('I', numbers.tobytes())]
+        equal(stored[name][2] == (array.array('H', words) if len(shape) == 2 else numbers).tobytes(), True, f'{name}: the same of bf16')
+        if kind.endswith('.bias') or '.lora_B' in kind or 'norm' in kind:
+            equal(set(numbers), {1 if 'norm' in kind else 0}, f'{name}: numbers')
+            continue
+        starts.add(tuple(numbers[:4]))
+        is_lora = '.lora_A' in kind  # drawn evenly, up to a bound
+        deviation = (3 * shape[1]) ** -0.5 if is_lora else 0.02 / (6 ** 0.5 if re.search(r'\.(o|down)_proj', kind) else 1)
+        check(abs(sum(numbers)) < 5 * deviation * root, f'{name}: a mean of {sum(numbers) / len(numbers)}')
+        near([(sum(x * x for x in numbers) / len(numbers)) ** 0.5], [deviation], 4 / root, f'{name}: deviation')
+        within, far = (sum(abs(x) < bound * deviation for x in numbers) / len(numbers) for bound in (1, 2))
+        near([within, far], [3 ** -0.5, 1] if is_lora else [0.6827, 0.9545], 4 / root, f'{name}: shares within one and two deviations')
+    equal((len(kinds), len(starts)), (kinds_n, starts_n), f'{what}: kinds of tensors, and matrices that begin apart')
+
+
+def test_initial(folder):
+    """What a new model starts from: normal numbers of GPT-2's deviation, less where a layer adds to the stream; norms 1, biases 0."""
+    flags = {'layers': 3, 'untied': True, 'qk_norm': True, 'attention_bias': 'qkvo', 'steps': 0}
+    drawn_of(folder, 'whole', 18, 23, **flags)
+    drawn_of(folder, 'adapters', 18 + 14, 23 + 21, **flags, lora='8:8:q,k,v,o,gate,up,down')
+
+
 def bad_tensors(folder, loaded, saved):
     """An adapter in bad/, whose config leaves it to the tensors, with other ones than in `saved`."""
     path, first = 'bad/adapter_model.safetensors', 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
@@ -1891,6 +1922,20 @@ def test_not_finite(folder):
         os.remove('x.json')
 
 
+def test_not_finite_kept(folder):
+    """The only checkpoint that --keep leaves is the one to go on from, whatever comes after it: it stays beside the last one."""
+    write('held', read(BOOK)[:200])
+    good(folder, 'two steps', save='m', steps=2)
+    name = 'exp_avg.model.layers.1.self_attn.%s_proj.weight'  # a step makes both so large that their product overflows in the next one
+    patched('m/checkpoint-2', 'one', name % 'v', struct.pack('<f', 1e30), 'optimizer.safetensors')
+    patched('one', 'loss/checkpoint-2', name % 'o', struct.pack('<f', 1e30), 'optimizer.safetensors')
+    patched('m/checkpoint-2', 'eval/checkpoint-2', 'model.norm.weight', struct.pack('<f', 1e16))
+    for what, flags, words in [('loss', {}, 'step 4: .* nothing was updated'),
+                               ('eval', {'eval': 'held', 'eval_every': 3}, 'step 3: the loss of --eval is no number')]:
+        failed(folder, given(resume=what, save=what, save_every=2, steps=6, deadline=60, **flags), 1, [words], what, kept=False)
+        equal(sorted(os.listdir(what)), ['checkpoint-2', 'checkpoint-3'], f'the {what} is not finite: checkpoints')
+
+
 def test_disk(folder):
     good(folder, 'a run', save='save', steps=2)
     for name in ('numbers.json', 'trace.json'):
@@ -2052,6 +2097,6 @@ def test_sample(folder):
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_order, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
-                       test_zero, test_prefetch, test_frozen, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_soft_cap, test_padding,
-                       test_resume_refusals, test_renamed, test_broken, test_not_finite, test_disk, test_signals, test_two_writers, test_kills,
+                       test_zero, test_prefetch, test_frozen, test_initial, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_soft_cap, test_padding,
+                       test_resume_refusals, test_renamed, test_broken, test_not_finite, test_not_finite_kept, test_disk, test_signals, test_two_writers, test_kills,
                        test_plan, test_trace, test_sample))

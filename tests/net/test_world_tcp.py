@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """test_world_tcp.py TRAIN LOGITS COMPARE -- programs whose ranks are processes over TCP, started as torchrun does: the threads'
-losses, checkpoints and logits bit for bit, what is left when a rank dies or stops, and what the others say then
+losses, checkpoints and logits bit for bit, what is left when a rank dies, stops or has a signal, and what the others say then
 
 Each rank is lost with each method: the sentence of each other one has its number, and no other rank is blamed.
 """
@@ -148,6 +148,31 @@ def test_loss(folder, number, what, draw):
     check(done.returncode == 0, f'{name}: what is left at step {step} does not go on: {done.stderr}')
 
 
+def signalled(folder, when, victim, what):
+    """A signal that comes to one process alone ends all of them as it would end that one."""
+    saved = os.path.join(folder, f'{when}{victim}')
+    words = {'step': ['--steps', 100000, '--sample', 0], 'evaluation': ['--steps', 1, '--sample', 0, '--eval', saved + '.text'],
+             'sample': ['--steps', 1, '--sample', 1000000]}[when]
+    write(saved + '.text', bytes(range(32, 127)) * 100000)
+    job = Ranks(3, [TRAIN, '--transport', 'tcp', *MODEL, *words, '--save', saved, '--log', saved + '.log'])
+    wait_for(lambda: (newest(saved) if when == 'sample' else os.path.exists(saved + '.log') and os.path.getsize(saved + '.log'))
+             or any(p.poll() is not None for p in job.all), 60)
+    job.all[victim].send_signal(what)
+    statuses, said = job.end(), [own('train', job.text(r)) for r in range(3)]
+    name = f'{signal.Signals(what).name} to rank {victim} in its {when}'
+    check(statuses == [128 + what] * 3, f'{name}: {statuses}: {said}')
+    check([len(one) for one in said] == [1, 0, 0] and f'ended by a signal: {signal.strsignal(what)}' in said[0][0], f'{name}: {said}')
+    step = len(read(saved + '.log').splitlines())
+    check(newest(saved) == step, f'{name}: {step} steps are done, {os.listdir(saved)} saved')
+
+
+def test_signal(folder):
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    for number, when in enumerate(('step', 'evaluation', 'sample')):
+        for victim in (0, 2):
+            signalled(folder, when, victim, kinds[(number + victim) % 4])
+
+
 def lose(way, victim, what):
     """What is wrong where a rank is lost in a training; None: all is well."""
     job = Ranks(4, [TRAIN, '--transport', 'tcp', '--layers', 1, *MODEL[2:], *way, '--sample', 0, '--steps', 100000, '--deadline', DEADLINE,
@@ -182,6 +207,7 @@ def main():
             run_test(test_same, folder, *case)
         run_test(test_programs, folder)
         run_test(test_voice, folder)
+        run_test(test_signal, folder)
         run_test(test_lost)
         for number in range(10 if FULL else 2):
             run_test(test_loss, folder, number, (signal.SIGKILL, signal.SIGSTOP)[number % 2], draw)

@@ -23,7 +23,7 @@ typedef struct sample_request {
     int64_t stop_token; /* ends the text, and is not in it; -1: none does */
     double temperature;
     uint64_t seed;
-    const volatile sig_atomic_t *stop; /* nonzero: this rank wants to end */
+    volatile sig_atomic_t *stop; /* nonzero: this rank wants to end, or, behind sample_text, another one */
 } sample_request;
 
 /* The same model over at most SAMPLE_CONTEXT tokens. A number that divides into two parts a rank, and of each
@@ -77,8 +77,8 @@ typedef struct sample_buf {
 } sample_buf;
 
 /* The token after the last of `used` tokens of history, into *token, or -1 where a logit is not finite; *stop: some rank
- * wants to end. Every rank computes the logits of a row, that of the last token or one that is not needed: so all hold
- * the same. */
+ * wants to end, the largest of the numbers. Every rank computes the logits of a row, that of the last token or one that is
+ * not needed: so all hold the same. */
 static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_buf *buf, int64_t used,
                                        const sample_request *request, double uniform, int32_t *token,
                                        int *stop)
@@ -107,13 +107,13 @@ static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const s
     UPIPE_TRY(model_free_block(r, x));
     mine[0] =
         row < 0 ? 0 : sample_choose(buf->logits, buf->terms, request->kinds, request->temperature, uniform);
-    mine[1] = request->stop != NULL && *request->stop != 0;
+    mine[1] = request->stop != NULL ? *request->stop : 0;
     UPIPE_TRY(upipe_comm_all_gather(c, world, buf->gathered, mine, 2));
     for (rank = 0, *token = *stop = 0; rank < world->ranks; ++rank) {
         *token |=
             (int32_t)
                 buf->gathered[2 * rank]; /* 0 but for the rank of each replica that holds the last token */
-        *stop |= buf->gathered[2 * rank + 1] != 0;
+        if (buf->gathered[2 * rank + 1] > *stop) *stop = (int)buf->gathered[2 * rank + 1];
     }
     return UPIPE_OK;
 }
@@ -158,6 +158,7 @@ static inline upipe_status sample_text(model_rank *r, upipe_comm *world, const s
         out[i] = token;
         ++*made;
     }
+    if (stop && request->stop != NULL && *request->stop == 0) *request->stop = stop;
     free(history);
     free(logits);
     free(terms);
