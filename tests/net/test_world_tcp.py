@@ -18,7 +18,7 @@ import time
 from test_rendezvous import CLEAN, SECRET, free_port
 from run_mpi import alive, newest, own
 from checks import check, end, load, needed, read, run_command, run_test, tree, wait_for, write
-from programs import METHODS, npy
+from programs import METHODS, heed_signals, npy
 
 TRAIN, LOGITS, COMPARE = (os.path.abspath(path) for path in sys.argv[1:4])
 FULL = bool(os.environ.get('UPIPE_FULL'))
@@ -39,7 +39,7 @@ class Ranks:
     def __init__(self, ranks, words, more=lambda r: {}):
         port = free_port()
         self.said = [tempfile.TemporaryFile() for _ in range(ranks)]
-        self.all = [subprocess.Popen(list(map(str, words)), stdout=f, stderr=subprocess.STDOUT, env={
+        self.all = [subprocess.Popen(list(map(str, words)), stdout=f, stderr=subprocess.STDOUT, preexec_fn=heed_signals, env={
             **CLEAN, 'RANK': str(r), 'LOCAL_RANK': str(r), 'WORLD_SIZE': str(ranks), 'MASTER_ADDR': '127.0.0.1',
             'MASTER_PORT': str(port), **more(r)}) for r, f in enumerate(self.said)]
 
