@@ -80,6 +80,7 @@ class Workshop:
         self.base = {}
         fakes = os.path.join(built, 'libfake.a.p')
         self.fakes = [os.path.join(fakes, name) for name in sorted(os.listdir(fakes)) if name.endswith('.o')]
+        self.cpu = os.path.join(built, '..', '..', 'libcpu_table.a')
         with open(os.path.join(top, 'upipe', 'cuda', 'upipe_cuda.h'), encoding='utf-8') as source:
             table = re.findall(r'ops->(\w+) = (\w+);', source.read())
         self.entries = {}  # of the table, by the header that defines them
@@ -151,7 +152,7 @@ class Workshop:
                                   entries=''.join(f'    ops->{entry} = {function};\n'
                                                   for name in mine for entry, function in self.entries[name])))
         self.compile(unit, BUILDS[mutant.build], unit + '.o', copy)
-        run([CXX, self.test_object(mutant), unit + '.o', self.base[mutant.build], *self.fakes, '-pthread', '-lm', '-o',
+        run([CXX, self.test_object(mutant), unit + '.o', self.base[mutant.build], *self.fakes, self.cpu, '-pthread', '-lm', '-o',
              program], name)
         return program
 
