@@ -513,8 +513,8 @@ static void test_golden(const char *path, int kind)
 {
     golden g;
     golden_open(&g, path, kind);
-    if (kind == 0 ||
-        !test_brief()) { /* models differ in their tensors, not in how a sequence and states are cut */
+    /* models differ in their tensors, not in how a sequence and states are cut */
+    if (kind == 0 || !test_brief()) {
         test_rings(&g);
         test_segments(&g);
         test_zero(&g);

@@ -463,8 +463,8 @@ static void test_refused(void)
  * lent. */
 static void test_lent(void)
 {
-    static const int64_t three[4] = {0, 8, 12,
-                                     16}; /* the front of the shard is large enough for the last two */
+    /* the front of the shard is large enough for the last two */
+    static const int64_t three[4] = {0, 8, 12, 16};
     static float shard[16];
     alone one;
     upipe_ctx *const c = &one.c;

@@ -23,7 +23,7 @@ typedef struct sample_request {
     int64_t stop_token; /* ends the text, and is not in it; -1: none does */
     double temperature;
     uint64_t seed;
-    volatile sig_atomic_t *stop; /* nonzero: this rank wants to end, or, behind sample_text, another one */
+    volatile sig_atomic_t *stop; /* nonzero: this rank wants to end; set if another one does */
 } sample_request;
 
 /* The same model over at most SAMPLE_CONTEXT tokens. A number that divides into two parts a rank, and of each
@@ -76,9 +76,9 @@ typedef struct sample_buf {
     int64_t *gathered;         /* [ranks][2] */
 } sample_buf;
 
-/* The token after the last of `used` tokens of history, into *token, or -1 where a logit is not finite; *stop: some rank
- * wants to end, the largest of the numbers. Every rank computes the logits of a row, that of the last token or one that is
- * not needed: so all hold the same. */
+/* The token after the last of `used` tokens of history, into *token, or -1 where a logit is not finite; *stop: the largest
+ * of the ranks' request->stop, 0 if none wants to end. Every rank computes the logits of a row, that of the last token or
+ * one that is not needed: so all hold the same. */
 static inline upipe_status sample_next(model_rank *r, upipe_comm *world, const sample_buf *buf, int64_t used,
                                        const sample_request *request, double uniform, int32_t *token,
                                        int *stop)
