@@ -6,7 +6,6 @@
 #include "../upipe/net/upipe_net_threads.h"
 #include "../upipe/cpu/upipe_cpu.h"
 #include "../upipe/cpu/upipe_cpu_linear.h"
-#include "../upipe/cpu/upipe_cpu_linear_rows.h"
 #include "../upipe/cpu/upipe_cpu_simd.h"
 #include "../upipe/upipe.h"
 #include "lib/test.h"

@@ -2,10 +2,3 @@
 #define UPIPE_CPU_DEFINE
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/cpu/upipe_cpu_linear.h"
-
-void rules_cpu(upipe_linear_ops *rules);
-
-void rules_cpu(upipe_linear_ops *rules)
-{
-    upipe_cpu_linear(rules);
-}

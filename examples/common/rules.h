@@ -7,21 +7,11 @@
 #ifndef COMMON_RULES_H
 #define COMMON_RULES_H
 
+#include "upipe/cpu/upipe_cpu_linear.h"
 #include "upipe/cuda/upipe_cuda_linear_bytes.h"
 #include "upipe/upipe_linear.h"
 
 #include "device.h"
-
-#ifdef UPIPE_CPU_DECLARE
-void rules_cpu(upipe_linear_ops *rules);
-#else
-#include "upipe/cpu/upipe_cpu_linear.h"
-
-static inline void rules_cpu(upipe_linear_ops *rules)
-{
-    upipe_cpu_linear(rules);
-}
-#endif
 
 #ifdef UPIPE_WITH_CUDA
 void app_linear(upipe_linear_ops *rules); /* 09_cuda.cu */
@@ -31,7 +21,7 @@ void app_linear(upipe_linear_ops *rules); /* 09_cuda.cu */
 static inline void rules_of(int kind, upipe_linear_ops *rules)
 {
     if (kind == DEVICE_CPU)
-        rules_cpu(rules);
+        upipe_cpu_linear(rules);
     else
 #ifdef UPIPE_WITH_CUDA
         app_linear(rules);

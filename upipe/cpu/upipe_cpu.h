@@ -14,7 +14,7 @@
  * The kernels are most of what a compiler has to do. A program of several units compiles them in one, that
  * defines UPIPE_CPU_DEFINE before it includes this, and has the others define UPIPE_CPU_DECLARE: there
  * upipe_cpu_ops is a declaration, with C linkage, and nothing else is. With neither, every unit has its own;
- * with both, it defines.
+ * with both, it defines. The same holds of upipe_cpu_linear.h, which the unit with the kernels includes too.
  */
 #ifndef UPIPE_CPU_H
 #define UPIPE_CPU_H
@@ -32,12 +32,6 @@ void upipe_cpu_ops(upipe_ops *ops);
 #endif
 
 #if !defined(UPIPE_CPU_DECLARE) || defined(UPIPE_CPU_DEFINE)
-#ifdef UPIPE_CPU_DEFINE
-#define UPI_CPU_OPS
-#else
-#define UPI_CPU_OPS UPIPE_API
-#endif
-
 #include "upipe_cpu_simd.h"
 #include "upipe_cpu_par.h"
 #include "upipe_cpu_attn_bwd.h"

@@ -21,10 +21,23 @@
 #ifndef UPIPE_CPU_LINEAR_H
 #define UPIPE_CPU_LINEAR_H
 
+#include "../upipe_linear.h"
+
+#if defined(UPIPE_CPU_DECLARE) || defined(UPIPE_CPU_DEFINE)
+#ifdef __cplusplus
+extern "C" {
+#endif
+void upipe_cpu_linear(upipe_linear_ops *rules);
+#ifdef __cplusplus
+}
+#endif
+#endif
+
+#if !defined(UPIPE_CPU_DECLARE) || defined(UPIPE_CPU_DEFINE)
+
 #include <math.h>
 
 #include "upipe_cpu_linear_rows.h"
-#include "../upipe_linear.h"
 
 enum {
     UPI_LINEAR_LOWEST = -128, /* e to that is 0 in f32, and so it is with -inf */
@@ -794,7 +807,7 @@ UPIPE_API upipe_status upi_cpu_linear_bwd(upipe_ctx *c, const upipe_linear_grad 
 }
 
 /* upipe_cpu_linear -- fills every entry of the rules */
-UPIPE_API void upipe_cpu_linear(upipe_linear_ops *rules)
+UPI_CPU_OPS void upipe_cpu_linear(upipe_linear_ops *rules)
 {
     memset(rules, 0, sizeof *rules);
     rules->name = upi_cpu_simd_name();
@@ -807,5 +820,7 @@ UPIPE_API void upipe_cpu_linear(upipe_linear_ops *rules)
     rules->gates = upi_cpu_linear_gates;
     rules->gates_bwd = upi_cpu_linear_gates_bwd;
 }
+
+#endif
 
 #endif

@@ -71,6 +71,12 @@
 #define UPI_INLINE static inline __attribute__((always_inline, unused))
 /* A kernel compiled on its own: it inlines the vocabulary, nothing inlines it. */
 #define UPI_CPU_KERNEL static __attribute__((noinline, unused))
+/* The calls that fill a table: of this unit alone, or of a program whose other units declare them. */
+#ifdef UPIPE_CPU_DEFINE
+#define UPI_CPU_OPS
+#else
+#define UPI_CPU_OPS UPIPE_API
+#endif
 
 /* Around kernels: gcc compiles them with -O3 whatever the user's flags are; -O0 would give 5 instead of 104
  * GFLOP/s, -O1 38. Not with a sanitizer or plain C, where it would only slow the build. clang has nothing like
