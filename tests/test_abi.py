@@ -528,6 +528,9 @@ def asked(abi, library):
     u.qkv_fwd(0, t, t, t, t)
     u.pack(0, [0, 4, 8])
     u.qkv_bwd(0, t, t, t, t, t, t, t, t)
+    u.qkv_fwd(0, t, t, t, t, cu_seqlens=[])  # none, in place of those of pack()
+    u.pack(0, [])
+    u.qkv_bwd(0, t, t, t, t, t, t, t, t)
     u.close()
     u = abi.Attention(library, tokens=8, heads=4, head_dim=32)
 

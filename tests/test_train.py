@@ -764,7 +764,8 @@ def test_adapter(folder):
                        'target_modules': ['q_proj', 'o_proj', 'down_proj']}.items():
         equal(config.get(key), value, f'adapter: {key}')
     adapted = {**loaded, 'load_adapter': 'some/f32'}
-    quiet(given(**adapted, merge=True, steps=0, save='merged', ranks=3, zero=3), folder, 'merging')
+    # slices of five ranks begin within rows of the adapted matrices
+    quiet(given(**adapted, merge=True, steps=0, save='merged', ranks=5, zero=3), folder, 'merging')
     base, merged = (floats(f'{name}/checkpoint-0/model.safetensors') for name in ('base', 'merged'))
     saved = floats('some/f32/adapter_model.safetensors')
     equal(merged.keys(), base.keys(), 'merged: names')
