@@ -29,7 +29,7 @@ ELSEWHERE = {
     r'bench/(run\.sh|compare\.py|gpu\.py|perplexity\.py)': 'takes minutes; test_bench.py and test_planner.py run it over less',
     r'--best|best\.png': 'takes half a minute; test_planner.py has it for a small model, and its picture',
     r'^meson setup build &&': 'is the build that has made PROGRAMS',
-    r'build/gcc/tests|tests/simt/mutants\.py|^verdict |read_verdict\.py': 'is what the suite simt runs',
+    r'build/gcc/tests|^verdict |read_verdict\.py': 'is what the suite simt runs',
     r'tests/planted/planted\.py': 'takes minutes to hours',
     r'^(?!.*--plan).*--device cuda|\bnvcc\b|09_cuda\.o': 'needs a GPU, or nvcc',
     r'\bsrun\b|#SBATCH': 'needs Slurm',

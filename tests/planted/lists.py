@@ -1,9 +1,10 @@
 """lists.py -- lists of planted bugs: what they say, and where in the code they belong
 
-    file [program]               a file, and of a kernel also the test that must fail. For all bugs below
-    what bug it is               a line
+    file [program]               a file, and of a kernel also its test: cuda_<program>. For all bugs below
+    what bug it is               a line; behind "race: " it is for cuda_<program>_race
     = what else it says          for those who know what it is
-    - the code as it is          one or more lines, blanks and line ends taken as one; found exactly once
+    - the code as it is          one or more lines, blanks and line ends taken as one; found exactly once. What stands
+                                 behind " ... " is only there to be found
     + the code with the bug      none, one or more lines
 """
 
@@ -17,13 +18,13 @@ class Broken(Exception):
 
 
 class Bug:
-    def __init__(self, number, file, program, says):
-        self.number, self.file, self.program, self.says = number, file, program, says
+    def __init__(self, file, program, says):
+        self.file, self.program, self.says = file, program, says
+        self.test = f'cuda_{program}' + '_race' * says.startswith('race: ') if program else ''
         self.old, self.new, self.verdict = '', '', ''
 
 
-def read_list(path, first=1, kind=Bug):
-    """The bugs of a file, numbered from `first` on."""
+def read_list(path):
     bugs, below = [], None
     with open(path, encoding='utf-8') as source:
         lines = [line.strip() for line in source if line.strip() and not line.startswith('#')]
@@ -32,7 +33,7 @@ def read_list(path, first=1, kind=Bug):
         if heading:
             below = heading.groups()
         elif line[0] not in '-+=' and below:
-            bugs.append(kind(first + len(bugs), *below, line))
+            bugs.append(Bug(*below, line))
         elif line[0] == '=' and bugs and not bugs[-1].old:
             bugs[-1].verdict = line[1:].strip()
         elif line[0] == '-' and bugs and not bugs[-1].new:
@@ -49,7 +50,8 @@ def read_list(path, first=1, kind=Bug):
 
 def place(text, bug):
     """Where a file has the code that the bug changes: (start, end)."""
-    found = list(re.finditer(r'\s+'.join(re.escape(word) for word in bug.old.split()), text))
+    code, behind = (r'\s+'.join(map(re.escape, part.split())) for part in f'{bug.old} ... '.split(' ... ')[:2])
+    found = list(re.finditer(rf'({code})\s*{behind}', text))
     if len(found) != 1:
         raise Broken(f'{bug.file}, {bug.says}: "{bug.old}" is there {len(found)} times')
-    return found[0].span()
+    return found[0].span(1)

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """planted.py [--only WORD...] [--first] [--check | --page] -- which test sees which planted bug
 
-The lists beside this file name small bugs of the library, the trainer, the planner and the bindings. All are put into one
-copy of the tree, each behind a switch (planted.h), and the copy is compiled once. Every test of the ordinary run then says
-which bugs' code it reaches, and must pass without a bug. With one bug on, those tests run that reach it, the quickest
-first. A test sees a bug where it fails or hangs. The result is matrix.tsv, a line a bug.
+The lists beside this file name small bugs of the library, the trainer, the planner, the bindings and the CUDA kernels. All
+are put into one copy of the tree, each behind a switch (planted.h), and the copy is compiled once. Every test of the
+ordinary run then says which bugs' code it reaches, and must pass without a bug. With one bug on, those tests run that reach
+it, the quickest first. A bug of the kernels names the one test over the emulator that it is tried with. A test sees a bug
+where it fails or hangs. The result is matrix.tsv, a line a bug.
 
     planted.py                      every bug, every test that reaches it; hours
     planted.py --first              every bug, up to the first test that sees it
@@ -23,6 +24,7 @@ The status is zero if every bug that ran was seen.
 
 import argparse
 import concurrent.futures
+import fcntl
 import glob
 import json
 import os
@@ -45,10 +47,11 @@ from tree import list_files  # noqa: E402
 
 MOST = 1 << 20  # numbers, as in planted.h
 MATRIX = os.path.join(HERE, 'matrix.tsv')
+FOLDER = os.path.join(TOP, 'build', 'planted')
 SOON = 10  # seconds; what hangs takes longer
 CHANCE = {'transports'}  # a wait that is left out shows by chance
 TRIES = 3
-EMULATED = {'simt', 'fake'}  # suites: the kernels have a list of their own
+EMULATED = {'simt', 'fake'}  # suites: for the bugs that name a test of them
 ALSO = {'nccl', 'peer', 'torchrun'}  # over the fake device; of the full run, where transformers is
 # What reads the tree, which the copy is not.
 TREE = {'api', 'headers', 'layers', 'planted', 'reach', 'runner', 'setup', 'text', 'toys', 'words'}
@@ -170,18 +173,24 @@ class Shop:
     def __init__(self, folder, bugs):
         self.folder, self.bugs = folder, bugs
         self.built = os.path.join(folder, 'built')
+        os.makedirs(folder, exist_ok=True)
 
-    def build(self, names=None):
-        """All tests, or those of these names."""
+    def build(self, names):
+        """The tests of these names; '': all that bugs do not name. Others that run beside this wait, and share the copy."""
+        with open(os.path.join(self.folder, 'lock'), 'wb') as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.build_alone(names)
+
+    def build_alone(self, names):
         tree = make_copy(self.folder, self.bugs)
         if not os.path.exists(os.path.join(self.built, 'build.ninja')):
             self.run_command(['meson', 'setup', self.built, tree, '-Doptimization=0', '-Dwerror=false', '-Dcuda=disabled'])
         self.run_command(['ninja', '-C', self.built, 'build.ninja'])
         known = self.described('tests')
-        chosen = [test for test in runner.parts()[0].tests(known, 'ordinary')
-                  if test['name'] not in TREE and not set(runner.suites(test)) & EMULATED]
-        self.tests = {test['name']: test for test in [*chosen, *(test for test in known if test['name'] in ALSO)]
-                      if names is None or test['name'] in names}
+        if '' in names:
+            names = names | ALSO | {test['name'] for test in runner.parts()[0].tests(known, 'ordinary')
+                                    if test['name'] not in TREE and not set(runner.suites(test)) & EMULATED}
+        self.tests = {test['name']: test for test in known if test['name'] in names}
         files = {target['id']: target['filename'] for target in self.described('targets')}
         wanted = {os.path.relpath(file, self.built) for test in self.tests.values() for name in test['depends']
                   for file in files.get(name, [])}
@@ -203,7 +212,9 @@ class Shop:
         test = self.tests[name]
         budget = {**runner.BUDGETS['ordinary'], 'UPIPE_SECONDS': '0', 'UPIPE_FUZZ_SECONDS': '1'}
         path = os.pathsep.join(filter(None, [os.path.join(self.folder, 'python'), os.environ.get('PYTHONPATH')]))
-        env = {**os.environ, **test['env'], **budget, 'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1', **variables}
+        threads = {} if name.endswith('_race') else {'SIMT_THREADS': '1'}  # the other cores have bugs of their own
+        env = {**os.environ, **test['env'], **budget, **threads, 'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1',
+               'TORCHDYNAMO_DISABLE': '1', **variables}  # PyTorch's compiler does not take the switches
         began = time.monotonic()
         with open(os.path.join(self.folder, f'{name}.{variables.get("UPIPE_PLANTED", 0)}.log'), 'wb') as log:
             child = subprocess.Popen(test['cmd'], cwd=test['workdir'] or self.built, stdout=log, stderr=subprocess.STDOUT,
@@ -230,10 +241,13 @@ class Shop:
         return False, seconds
 
     def reached(self, name):
-        """(status, the numbers of the bugs whose code a test reaches)"""
+        """(status, the numbers of the bugs that name a test, or else whose code it reaches)"""
+        named = {bug.number: bug.test for bug in self.bugs if bug.test}
+        if name in named.values():
+            return 0, {number for number, test in named.items() if test == name}
         with tempfile.NamedTemporaryFile(dir=self.folder) as file:
             status, _ = self.run_test(name, {'UPIPE_PLANTED_REACHED': file.name}, 900)
-            return status, {int(line) for line in file.read().split()}
+            return status, {int(line) for line in file.read().split()} - named.keys()
 
     def reach(self, name):
         """(bugs whose code a test reaches, its seconds), or the reason why it cannot say."""
@@ -358,8 +372,14 @@ def choose(bugs, words):
             if not words or any(word == bug.area or word in f'{bug.file} {bug.says}' for word in words)]
 
 
+def shuffled(things):
+    """In an order that the commit says."""
+    commit = subprocess.run(['git', '-C', TOP, 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False).stdout
+    return random.Random(commit).sample(things, len(things))
+
+
 def some(shop, workers):
-    """As many as the time allows, each with the test that saw it first: how many ran, and how many nothing saw."""
+    """As many as the time allows, with their builds, each with the test that saw it first: how many ran, and were not seen."""
     every = os.environ.get('UPIPE_MUTANTS') == 'all'
     budget, began = float('inf') if every else float(os.environ.get('UPIPE_MUTANTS_SECONDS') or 60), time.monotonic()
     kept, by_test = read_matrix(), {}
@@ -367,17 +387,27 @@ def some(shop, workers):
         seconds, tests = kept.get((bug.area, bug.says), ('', []))
         if tests and (every or (float(seconds) <= SOON and bug.area not in CHANCE)):
             by_test.setdefault(tests[0], []).append((bug, float(seconds)))
-    commit = subprocess.run(['git', '-C', TOP, 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False).stdout
     ran = survived = 0
-    for name in random.Random(commit).sample(sorted(by_test), len(by_test)):
-        if time.monotonic() - began >= budget:
+
+    def late():
+        return time.monotonic() - began >= budget
+
+    def in_time(place, name, bug, seconds):
+        """What was built for is not in vain: a bug a worker is tried at any time."""
+        return None if place >= workers and late() else shop.sees(name, bug, 4 * seconds + 20)
+
+    for name in shuffled(sorted(by_test)):
+        if late():
             break
-        shop.build([name])
+        shop.build({name})
         if name not in shop.tests:  # it needs what this machine has not
             continue
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            jobs = [(bug, pool.submit(shop.sees, name, bug, 4 * seconds + 20)) for bug, seconds in by_test[name]]
+            jobs = [(bug, pool.submit(in_time, place, name, bug, seconds))
+                    for place, (bug, seconds) in enumerate(shuffled(by_test[name]))]
             for bug, job in jobs:
+                if job.result() is None:
+                    continue
                 seen, seconds = job.result()
                 if not seen and bug.number not in shop.reached(name)[1]:
                     continue  # code of another processor, or of a package that is not here
@@ -398,7 +428,7 @@ def main():
     parser.add_argument('--some', action='store_true')
     parser.add_argument('--check', action='store_true')
     parser.add_argument('--page', action='store_true')
-    parser.add_argument('--folder', default=os.path.join(TOP, 'build', 'planted'), help='where the copy is')
+    parser.add_argument('--folder', default=FOLDER, help='where the copy is')
     parser.add_argument('--workers', type=int, default=os.cpu_count() or 1, help='tests that run at once')
     options = parser.parse_args()
     try:
@@ -409,13 +439,12 @@ def main():
         if options.check:
             return check(bugs)
         chosen = choose(bugs, options.only)
-        os.makedirs(options.folder, exist_ok=True)
         shop = Shop(options.folder, bugs)
         if options.some:
             ran, survived = some(shop, options.workers)
             print(f'planted: {ran} run of {len(bugs)}, {f"{survived} SURVIVED" if survived else "all seen"}')
             return 1 if survived or not ran else 0
-        shop.build(options.tests)
+        shop.build(set(options.tests or (bug.test for bug in chosen)))
         reached, wrong = reach_all(shop, options.workers)
         kept, survived = read_matrix(), 0
         if options.unseen:
