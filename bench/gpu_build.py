@@ -325,7 +325,8 @@ def unpack(run):
             if manifest['sources'] != sources_hash():
                 raise Failed(f'{os.path.relpath(PACK, TOP)} was packed from other sources (commit {manifest["commit"]}, or '
                              'changes on top of it): run gpu.py --pack again where nvcc is')
-            archive.extractall(run.programs, filter='data')
+            archive.extraction_filter = getattr(tarfile, 'data_filter', None)  # Python 3.11.4 and later
+            archive.extractall(run.programs)
     except (tarfile.TarError, lzma.LZMAError, EOFError, KeyError, ValueError) as error:
         raise Failed(f'{os.path.relpath(PACK, TOP)} is no whole pack ({type(error).__name__}: {error}): copy it again') from error
     run.report(f'unpacked {len(manifest["programs"])} programs of commit {manifest["commit"]}')
