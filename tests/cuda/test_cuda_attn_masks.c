@@ -62,7 +62,8 @@ static void test_random(void)
 
 static void test_parts(void)
 {
-    /* every bit of a kind, and in the full run with every other; of f32 no mask, and every third */
+    /* The bits of a kind are masks. The full run has every kind, and of f32 every third; the ordinary one has every fifth,
+     * which set each bit, and of f32 the first, which has no mask. */
     const int f32 = here.types[0] == UPIPE_F32;
     check_parts(test_full() ? (f32 ? 3 : 1) : (f32 ? 32 : 5), 104, 0);
 }

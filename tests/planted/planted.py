@@ -213,8 +213,8 @@ class Shop:
         budget = {**runner.BUDGETS['ordinary'], 'UPIPE_SECONDS': '0', 'UPIPE_FUZZ_SECONDS': '1'}
         path = os.pathsep.join(filter(None, [os.path.join(self.folder, 'python'), os.environ.get('PYTHONPATH')]))
         threads = {} if name.endswith('_race') else {'SIMT_THREADS': '1'}  # the other cores have bugs of their own
-        env = {**os.environ, **test['env'], **budget, **threads, 'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1',
-               'TORCHDYNAMO_DISABLE': '1', **variables}  # PyTorch's compiler does not take the switches
+        python = {'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1', 'TORCHDYNAMO_DISABLE': '1'}  # Dynamo refuses switches
+        env = {**os.environ, **test['env'], **budget, **threads, **python, **variables}
         began = time.monotonic()
         with open(os.path.join(self.folder, f'{name}.{variables.get("UPIPE_PLANTED", 0)}.log'), 'wb') as log:
             child = subprocess.Popen(test['cmd'], cwd=test['workdir'] or self.built, stdout=log, stderr=subprocess.STDOUT,
