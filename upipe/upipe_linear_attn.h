@@ -10,8 +10,7 @@
  *     HEADS    all tokens of its heads       q, k, v, gates, o           the products           yes; of dq and dk where no
  *                                                                                               ranks share a key head
  *
- * upipe-plan --linear says which one takes how many bytes, and from which length on which one is faster. All but the way
- * is the same for the host:
+ * All but the way is the same for the host:
  *
  *     upipe_linear_ops rules;  upipe_cpu_linear(&rules);
  *     upipe_linear_attn a = {0};
