@@ -24,7 +24,7 @@ are described in the same headers. The [glossary](glossary.md) explains the word
 `check_api.py . --print > docs/api.md` (in `tests`) prints this page.
 """
 # Headers that users include come first; what stands in a folder follows them.
-FOLDERS = ('', 'plan', 'stage', 'tile', 'ring', 'qkv', 'fpdt', 'zero', 'scan', 'way', 'linear', 'dry', 'cpu', 'cuda', 'net')
+FOLDERS = ('', 'plan', 'stage', 'tile', 'ring', 'qkv', 'fpdt', 'zero', 'scan', 'linear', 'dry', 'cpu', 'cuda', 'net')
 BETWEEN = re.compile(r'(?:#[^\n]*|extern "C" \{|template <[^\n]*>)\s*$')
 
 

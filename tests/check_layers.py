@@ -26,7 +26,7 @@ LAYERS = [
      'upipe_agree.h', 'upipe_linear.h', 'upipe_linear_rows.h'],
     ['upipe_plan.h', 'upipe_attend.h', 'upipe_reduce.h'],
     ['upipe_bytes.h', 'upipe_sent.h', 'upipe_a2a.h', 'upipe_zero.h', 'upipe_scan.h'],
-    ['upipe_ring.h', 'upipe_linear_attn.h'],
+    ['upipe_ring.h'],
     ['upipe_stage.h'],
     ['upipe_segments.h', 'upipe_layer.h', 'upipe_out_gate.h', 'upipe_qkv.h', 'upipe_linear_layer.h'],
     ['upipe_fpdt.h'],
@@ -38,15 +38,15 @@ LAYER = {name: level for level, names in enumerate(LAYERS) for name in names}
 # Folders of private parts, and the header that includes them.
 PARTS = {'plan': 'upipe_plan.h', 'ring': 'upipe_ring.h', 'stage': 'upipe_stage.h', 'qkv': 'upipe_qkv.h',
          'fpdt': 'upipe_fpdt.h', 'zero': 'upipe_zero.h', 'tile': 'upipe_tile.h', 'scan': 'upipe_scan.h',
-         'way': 'upipe_linear_attn.h', 'linear': 'upipe_linear_layer.h', 'dry': 'upipe_dry.h'}
+         'linear': 'upipe_linear_layer.h', 'dry': 'upipe_dry.h'}
 # Parts with public types, which lie below the layer named here: so that other headers can be made of them.
 TYPES = {'plan/types.h': 'upipe_schedule.h', 'stage/types.h': 'upipe_stage.h', 'qkv/types.h': 'upipe_qkv.h',
          'fpdt/types.h': 'upipe_segments.h', 'zero/shards.h': 'upipe_zero.h', 'scan/types.h': 'upipe_scan.h',
-         'way/types.h': 'upipe_linear_attn.h', 'linear/types.h': 'upipe_linear_layer.h'}
+         'linear/types.h': 'upipe_linear_layer.h'}
 # Private names that others than their owner may use: the doors are made of the engine's parts.
 FRIENDS = {'upipe_stage.h': {'upipe_layer.h', 'upipe_out_gate.h', 'upipe_qkv.h', 'upipe_segments.h',
                              'upipe_fpdt.h'},
-           'upipe_scan.h': {'upipe_linear_attn.h', 'upipe_linear_layer.h'}, 'upipe_linear.h': {'upipe_linear_attn.h'}}
+           'upipe_scan.h': {'upipe_linear_layer.h'}}
 BACKENDS = ['cpu', 'cuda', 'net']
 
 # Lines with comments; the engine and its doors can be read at a sitting.

@@ -376,7 +376,7 @@ def paper_time():
 def machines():
     """A preset has the paper's rates times what its data sheet has against an H100."""
     written = at('preset.json')
-    compute = ['attention_forward', 'attention_backward', 'dense', 'linear_attention']
+    compute = ['attention_forward', 'attention_backward', 'dense']
     link = [f'{what}_bytes{far}' for what in ('all_to_all', 'ring') for far in ('', '_nodes')]
     for name, flops, peers, host, memory in [
             ('h100x32', 1, 1, 1, 1), ('h200x8', 1, 1, 1, 1), ('a100x8', 312 / 989, 0.5, 0.5, 0.5),
@@ -597,75 +597,6 @@ def progress():
         said = re.findall(r'^(\d+) settings planned in \d+\.\d s \.\.\.$', done.stderr, re.M)
         check(done.returncode == 0 and said and said[0] == '1', f'{words}: {done.stderr[-400:]}')
         check(int(said[-1]) <= most and len(said) == len(done.stderr.splitlines()), f'{words}: {done.stderr[-400:]}')
-
-
-def linear():
-    """A layer of linear attention: what its ways send, when which one is the fastest, and what holds less."""
-    of, tokens, ranks, free, slow = ['--linear', '8,4,16,24', '--tokens', '1000'], 1000, 4, 1e24, 1
-    key, value, gates, state, matrix = 2 * 16 * 4, 2 * 24 * 4, 2 * 8, 16 * 24 * 4, 16 * 16 * 4
-    mine, others = tokens // ranks, tokens // ranks * 3
-    sent = {'pass': 2 * 8 * state, 'scan': 2 * 8 * max(3 * state, 2 * (state + matrix)),
-            'heads': mine * 3 * (key + value + gates) + others * value + mine * 3 * (key + 2 * value + gates) +
-                     others * (key + value + gates)}
-    for link, name in (free, 'heads'), (slow, 'pass'):
-        rates = {f'{what}_bytes{nodes}': link for what in ('ring', 'all_to_all') for nodes in ('', '_nodes')}
-        host = ['--machine', machine('linear.json', base='cpu', ranks=ranks, rates={**rates, 'stage_seconds': 1e-12})]
-        got = plan(*of, *host, '--dtype', 'f32')
-        check(got['fastest'] == [{'from_tokens': 1024, 'way': name}], f"links of {link:g}: {got['fastest']}")
-        first = {}
-        for one in got['ways']:
-            check(one['sent_bytes'] == sent[one['way']], f"{one}, not {sent[one['way']]} sent")
-            least = first.setdefault(one['way'], one)
-            check(one['stage_heads'] % 2 == 0 and one['forward_bytes'] <= least['forward_bytes'], f'{one}: more than {least}')
-        check(set(first) == set(sent), f'ways {sorted(first)}')
-        if link == free: # a pipeline of 4 stages and 4 ranks; the scan's products
-            one = first['heads']['seconds']
-            check(first['pass']['stage_heads'] == 2 and abs(first['pass']['seconds'] / one - 7 / 4) < 1e-6, f'{first}')
-            check(1.1 < first['scan']['seconds'] / one < 2, f'{first}')
-        few = plan('--linear', '8,2,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways'][-1]
-        check(few['way'] == 'heads' and few['sent_bytes'] == sent['heads'], f'2 key heads, 4 ranks: {few}')
-    small = plan('--linear', 'decay:8,4,16,24', *host, '--tokens', '1000', '--dtype', 'f32')['ways']
-    check({one['sent_bytes'] for one in small if one['way'] == 'scan'} == {2 * 8 * 3 * state}, f'{small}')
-    check(plan('--linear', '32,16,128,128')['ways'] == [], 'bytes of no length')
-    for sentence, *words in [
-        ('--linear wants', '--linear', '32,16,128'), ('--linear wants', '--linear', '32,16,128,128,'),
-        ('--linear wants', '--linear', '32,5,128,128'), ('--linear wants', '--linear', '32,16,257,128'),
-        ('--linear wants', '--linear', 'delta:8,0,8,8'), ('--model would have no effect', *of, '--model', 'llama3-8b'),
-        ('--best would have no effect', *of, '--best'), ('has 4', *of, *host, '--ranks', '5'),
-        ('each of 4 ranks has at least one', *of[:2], *host, '--tokens', '3'),
-    ]:
-        refused(sentence, *words)
-
-
-def linear_time():
-    """Seconds of each way of linear attention by FLOPs of its rule and bytes sent, at its fastest number of heads."""
-    tokens, ranks, heads, key, value, chunk = 1000, 4, 8, 16, 24, 64
-    rules = {'delta': (lambda v: 6 * key * v + 4 * chunk * key + 3 * chunk * v,
-                       18 * key * value + 12 * chunk * key + 9 * chunk * value),
-             'decay': (lambda v: 4 * key * v + 2 * chunk * (key + v),
-                       10 * key * value + 6 * chunk * key + 4 * chunk * value)}
-    rates = {**WIDE, 'linear_attention_flops': 1e8}
-    for rule, (forward, backward) in rules.items():
-        each = forward(value) + backward
-        maps = 4 * (ranks - 1) * heads * key * value * (key if rule == 'delta' else 1)
-        flops = {'heads': tokens * heads / ranks * each, 'pass': tokens / ranks * heads * each,
-                 'scan': tokens / ranks * heads * (each + 2 * forward(key) + 4 * key * value) + maps}
-        for node in 2, 4:
-            host = machine('linear.json', base='cpu', ranks=ranks, ranks_per_node=node, rates=rates)
-            of = ['--linear', f'{rule}:{heads},4,{key},{value}', '--tokens', tokens]
-            ways = plan(*of, '--machine', host, '--dtype', 'f32')['ways']
-            for way in flops:
-                first = next(one for one in ways if one['way'] == way)
-                away = (ranks - node) / (ranks - 1)
-                link = (1 / rates['ring_bytes_nodes' if node < ranks else 'ring_bytes'] if way == 'pass' else
-                        (1 - away) / rates['all_to_all_bytes'] + away / rates['all_to_all_bytes_nodes'])
-                seconds = flops[way] / rates['linear_attention_flops'] + first['sent_bytes'] * link
-                of = []
-                for at_once in 2, 4, 8:
-                    stages = -(-(heads // ranks if way == 'heads' else heads) // at_once)
-                    waits = ranks - 1 if way == 'pass' else 0
-                    of.append(seconds * (stages + waits) / stages + 2 * (stages + waits) * rates['stage_seconds'])
-                check(abs(first['seconds'] / min(of) - 1) < 1e-8, f'{rule}, nodes of {node}: {first}, not {of} s')
 
 
 def refused_path(sentence, *words):
@@ -897,7 +828,7 @@ def pictures():
 
 with tempfile.TemporaryDirectory() as FOLDER:
     for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, machines, advised, nodes,
-                 numbers, documents, packed_steps, progress, linear, linear_time, refusals, paths, others, calibrated,
-                 best_setting, extrapolated, longest_settings, pictures):
+                 numbers, documents, packed_steps, progress, refusals, paths, others, calibrated, best_setting,
+                 extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))

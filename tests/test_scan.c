@@ -153,6 +153,7 @@ static upipe_status part_init(world *w, int rank, int segment, part *p, upipe_er
                            .fwd = step_fwd,
                            .bwd = step_bwd,
                            .user = p};
+    if (w->stage_heads == 0 && rank % 2) p->scan.stage_heads = w->heads; /* the same call as with 0 */
     return UPIPE_OK;
 }
 
@@ -263,7 +264,7 @@ static upipe_status passes_body(void *user, int rank)
         }
         UPIPE_TRY(part_init(w, rank, s, p, &c.err));
         if (w->ring == 1) UPIPE_TRY(passes_dry(p, &w->ops, carried));
-        states[s] = (upipe_states){.data = floats(SIZE * HEADS_MAX)};
+        states[s] = (upipe_states){.data = (float *)buffer(sizeof(state) * HEADS_MAX)};
         x[s] = (float *)copy_of(w->x[p->pos], (size_t)p->plan.local * row);
         counts_begin(&c, comm, &n);
         UPIPE_TRY(upipe_scan_halo_fwd(&c, comm, &p->scan, halo,

@@ -39,7 +39,6 @@
  *
  *     upipe_scan_fwd(&ctx, ctx.team, &s, &states, NULL); a state over ranks, by a rule       upipe_scan.h
  *     upipe_linear_fwd(&ctx, &rules, &linear);           rules of linear attention           upipe_linear.h
- *     upipe_linear_attn_fwd(&ctx, ctx.team, &a, &states, NULL);  both, in one of three ways   upipe_linear_attn.h
  *     upipe_linear_layer_fwd(&ctx, ctx.team, &l, ...);   a layer of it                       upipe_linear_layer.h
  *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h
@@ -71,7 +70,6 @@
 #include "upipe_linear.h"
 #include "upipe_linear_rows.h"
 #include "upipe_scan.h"
-#include "upipe_linear_attn.h"
 #include "upipe_zero.h"
 #include "upipe_attn.h"
 #include "upipe_attend.h"

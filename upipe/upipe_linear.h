@@ -24,7 +24,7 @@
  *     a.work_bytes = upipe_linear_bytes(&ctx, &rules, &a, UPIPE_LINEAR_FWD);
  *     a.work = ...; upipe_linear_fwd(&ctx, &rules, &a);
  *
- * upipe_scan.h brings the state from rank to rank. upipe_linear_attn.h is both, and two other ways to share the work.
+ * upipe_scan.h brings the state from rank to rank. upipe_linear_layer.h is a layer of both.
  */
 #ifndef UPIPE_LINEAR_H
 #define UPIPE_LINEAR_H

@@ -75,7 +75,7 @@ typedef struct options {
     int offload, zero, zero_prefetch, reduce_dtype, offload_optimizer, offload_weights;
     size_t tile_bytes;
 
-    const char *model, *machine, *lengths, *linear, *train, *lora;
+    const char *model, *machine, *lengths, *train, *lora;
     int as_titan, max_tokens, best, plan;
     text_list calibrate, ignore_key;
 
@@ -309,9 +309,6 @@ static const flag_row flag_rows[] = {
     {"documents", "FILE|lognormal:MEDIAN,SIGMA,MOST", IN_PLAN, in_planning, FLAG_TEXT, AT(lengths), 0, 0, NULL, 0,
      "sequences are packed with documents: lengths from a file, or drawn, as in lognormal:2k,1.5,128k; attention counts what "
      "they see, and how evenly the ranks of a ring share it is shown"},
-    {"linear", "[RULE:]H,HK,K,V", IN_PLAN, in_planning, FLAG_TEXT, AT(linear), 0, 0, NULL, 0,
-     "instead of a model a layer of linear attention: heads, key heads, key and value dim, as in 32,16,128,128; the rule is "
-     "delta (gated delta rule) or decay (scalar). Bytes and time of its three ways, and from which length on one is faster"},
     {"max-tokens", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(max_tokens), 0, 1, NULL, 0,
      "the longest sequence that fits, instead of --tokens; with --best of every setting"},
     {"best", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(best), 0, 1, NULL, 0,

@@ -17,7 +17,6 @@
 
 /* machine_rate -- FLOP/s, bytes/s and seconds of one rank; but for UPDATE
  *   ATTN_FWD ATTN_BWD DENSE   of attention's kernels and of other products
- *   LINEAR           of the rules of linear attention
  *   A2A A2A_NODES    all-to-all within a node, and what of it leaves the node
  *   RING RING_NODES  keys and values to a neighbour, within a node and beyond; sums of gradients too
  *   HOST             copies between device and host that run beside the kernels
@@ -32,7 +31,6 @@ enum {
     MACHINE_ATTN_FWD,
     MACHINE_ATTN_BWD,
     MACHINE_DENSE,
-    MACHINE_LINEAR,
     MACHINE_A2A,
     MACHINE_A2A_NODES,
     MACHINE_RING,
@@ -51,7 +49,6 @@ enum {
 static const char *const machine_rate_names[MACHINE_RATES] = {"attention_forward_flops",
                                                               "attention_backward_flops",
                                                               "dense_flops",
-                                                              "linear_attention_flops",
                                                               "all_to_all_bytes",
                                                               "all_to_all_bytes_nodes",
                                                               "ring_bytes",
@@ -92,7 +89,6 @@ static const struct {
 } machine_h100[MACHINE_RATES] = {{690e12, MACHINE_FIT " (its runtime table: 651 to 713e12)"},
                                  {604e12, MACHINE_FIT " (its runtime table: 586 to 613e12)"},
                                  {462e12, MACHINE_FIT},
-                                 {231e12, "half of dense_flops, assumed"},
                                  {81e9, MACHINE_FIT},
                                  {50e9, MACHINE_LINK},
                                  {300e9, "of 450 GB/s of NVLink one way, assumed"},
@@ -150,7 +146,7 @@ static inline int machine_preset(machine *m, const char *name)
     for (k = 0; k < MACHINE_RATES; ++k) {
         const int own = k == MACHINE_UPDATE && m->gpu > 0; /* the host's, whatever the cards are */
         const double factor = own                                          ? 1
-                              : k <= MACHINE_LINEAR                        ? machine_presets[i].speed
+                              : k <= MACHINE_DENSE                         ? machine_presets[i].speed
                               : k == MACHINE_HOST || k == MACHINE_SEGMENTS ? machine_presets[i].pcie
                               : k == MACHINE_MERGE || k == MACHINE_UPDATE  ? machine_presets[i].memory
                               : k < MACHINE_MERGE                          ? machine_presets[i].link

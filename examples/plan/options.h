@@ -94,28 +94,6 @@ static int options_only_machine(const options *o)
     return 0;
 }
 
-/* A layer of linear attention, and no model. */
-static int options_linear(job *j)
-{
-    options *o = &j->o;
-    const size_t used[] = {offsetof(options, linear),    offsetof(options, machine),
-                           offsetof(options, how.ranks), offsetof(options, tokens),
-                           offsetof(options, dtype),     offsetof(options, device),
-                           offsetof(options, json),      offsetof(options, progress)};
-    size_t k;
-    int i;
-    for (i = 0; i < FLAG_ROWS; ++i) {
-        for (k = 0; k < sizeof used / sizeof *used && flag_rows[i].at != used[k];) ++k;
-        if (o->given[i] && k == sizeof used / sizeof *used)
-            return cli_refuse("--%s would have no effect with --linear", flag_rows[i].name);
-    }
-    if (o->how.ranks == 0) o->how.ranks = j->machine.ranks;
-    if (o->how.ranks > j->machine.ranks)
-        return cli_refuse("--ranks %d: %s has %d", o->how.ranks, j->machine.name, j->machine.ranks);
-    if (!options_given(o, &o->device)) o->device = j->machine.gpu > 0 ? DEVICE_CUDA : DEVICE_CPU;
-    return 0;
-}
-
 static int options_resolve(job *j)
 {
     options *o = &j->o;
@@ -124,7 +102,6 @@ static int options_resolve(job *j)
     o->as_titan = options_given(o, &o->as_titan) > 0;
     if (status != 0) return status;
     if (only_machine) return options_only_machine(o);
-    if (o->linear != NULL) return options_linear(j);
     if (o->calibrate.n > 0 && o->write_machine == NULL)
         return cli_refuse("--calibrate wants --write-machine FILE, for --machine FILE later");
     if (o->model == NULL) return cli_refuse("--model is missing: a name, or a folder with a config.json");

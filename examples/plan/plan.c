@@ -4,13 +4,12 @@
  *
  * Where to read: exact.h (bytes of this library's trainer, by a dry run), estimate.h (time, and the verdict), machine.h
  * (rates, with their origins), planner.h (advice, longest sequence), search.h (all settings), best.h, longest.h,
- * calibrate.h (rates of this machine), linear.h (a layer of linear attention); ../torchtitan/titan.h (what the paper's setting holds).
+ * calibrate.h (rates of this machine); ../torchtitan/titan.h (what the paper's setting holds).
  */
 #define PROGRAM "upipe-plan"
 
 #include "../common/files.h"
 #include "../llama/model/lora_flag.h"
-#include "linear.h" /* the CPU's rules come before names of this program */
 #include "best.h"
 #include "calibrate.h"
 #include "longest.h"
@@ -116,7 +115,6 @@ static int plan(job *j, files *all)
     upipe_status s;
     int status = plan_reserve(j, all);
     if (status == 0 && j->o.write_machine != NULL) status = plan_write_machine(j, all);
-    if (status == 0 && j->o.linear != NULL) return linear_plan(j, all);
     if (status != 0 || j->o.model == NULL) return status;
     s = llama_layout_trained(&layout, &j->config, j->o.train, j->o.lora, &e);
     if (s != UPIPE_OK) return cli_fail("%s", e.text), s == UPIPE_ERR_ARG ? EXIT_USAGE : EXIT_RUN;
