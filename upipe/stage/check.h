@@ -145,9 +145,6 @@ UPIPE_API upipe_status upi_check_layer(upipe_ctx *c, const upipe_layer *l, upipe
     int rotates;
     UPIPE_TRY(upi_check_stages(c, l));
     UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
-    if (!upipe_dtype_built(c->ops, &l->grad_dtype))
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gradients of weights in %s",
-                          upipe_dtype_name_of(&l->grad_dtype));
     if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     if ((l->q_norm_weight == NULL) != (l->k_norm_weight == NULL))
