@@ -626,11 +626,11 @@ static void table_counted(upipe_ops *ops)
  * through memory each time. */
 static void test_tile_products(void)
 {
-    static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+    static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16};
     static const int of[][3] = {
         {1, 8, 3}, {1, 2, 3}, {2, 8, 4}, {2, 2, 4}, {3, 3, 3}}; /* ranks, chunk, tiles */
     for (size_t i = 0; i < sizeof of / sizeof *of; ++i) {
-        run_case t = run_of(48, 8, 2, 32, 40, of[i][0], of[i][1], types[i % 3]);
+        run_case t = run_of(48, 8, 2, 32, 40, of[i][0], of[i][1], types[i % 2]);
         run_result r;
         f32_block in;
         t.shape.projected = 1;

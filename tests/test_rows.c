@@ -187,7 +187,7 @@ static void check_all_workers(test_rng *r)
 {
     static const upipe_dtype sets[][3] = {{UPIPE_F32, UPIPE_F32, UPIPE_F32},
                                           {UPIPE_BF16, UPIPE_BF16, UPIPE_BF16},
-                                          {UPIPE_F16, UPIPE_F32, UPIPE_F16}};
+                                          {UPIPE_BF16, UPIPE_F32, UPIPE_BF16}};
     for (int i = 0; i < 3; ++i) {
         check_workers(r, 0, TRAIN_OPS, 333, 2, 138, sets[i], PACKED);
         check_workers(r, 0, TRAIN_OPS, 201, 3, 138, sets[i], HEADS_INNER + i);

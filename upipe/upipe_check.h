@@ -17,19 +17,12 @@ enum { UPIPE_ROPE_DIM_MAX = 256 };
 
 /* ---- views ---- */
 
-/* Whether the table supports the type. */
-UPIPE_API int upipe_dtype_built(const upipe_ops *ops, const upipe_dtype *t)
-{
-    int number = upipe_enum_number(t, sizeof *t);
-    return number == UPIPE_F32 || number == UPIPE_BF16 || (number == UPIPE_F16 && ops->f16);
-}
-
 UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char *name, upipe_view v)
 {
     if (v.n < 0 || v.h < 1 || v.d < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
                           v.d);
-    if (!upipe_dtype_built(c->ops, &v.dtype))
+    if (!upipe_dtype_built(&v.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
                           upipe_enum_number(&v.dtype, sizeof v.dtype));
     if (v.data == NULL && v.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
@@ -208,8 +201,7 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
                           out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
-    if (!upipe_dtype_built(c->ops, &out.dtype) || !upipe_dtype_built(c->ops, &a.dtype) ||
-        !upipe_dtype_built(c->ops, &b.dtype))
+    if (!upipe_dtype_built(&out.dtype) || !upipe_dtype_built(&a.dtype) || !upipe_dtype_built(&b.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d",
                           upipe_enum_number(&out.dtype, sizeof out.dtype),
                           upipe_enum_number(&a.dtype, sizeof a.dtype),
@@ -370,7 +362,7 @@ UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
         !upi_adamw_number(a->grad_scale, -INFINITY))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: rate %g, eps %g, decay %g, gradients times %g",
                           a->rate, a->eps, a->decay, a->grad_scale);
-    if (a->copy != NULL && !upipe_dtype_built(c->ops, &a->copy_dtype))
+    if (a->copy != NULL && !upipe_dtype_built(&a->copy_dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
                           upipe_enum_number(&a->copy_dtype, sizeof a->copy_dtype));
     if (a->n == 0) return UPIPE_OK;

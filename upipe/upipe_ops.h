@@ -122,7 +122,6 @@ typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
     void *host;       /* the host's own, for entries that it has set; the library never looks at it */
-    int f16;          /* nonzero: accepts views of f16 */
     int attn_can;     /* what its attention supports beyond causal masks and equal head dims: UPIPE_ATTN_* */
     int attn_reads_o; /* nonzero: attn_bwd reads O, upipe_attn.o; blocks then keep O, and send it beside dO */
     size_t loss_bytes; /* of the default tile of logits, where it is more than the paper's square */

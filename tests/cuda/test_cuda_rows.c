@@ -17,7 +17,7 @@ static void check_whole(const upipe_ops *ops)
     CHECK(ops->total && ops->adamw && ops->bias_bwd);
     /* and none that this list lacks */
     CHECK_INT(sizeof *ops,
-              (7 + 28) * sizeof(void *)); /* name, self, host, f16, attn_reads_o, loss_bytes, par */
+              (6 + 28) * sizeof(void *)); /* name, self, host, attn_can, attn_reads_o, loss_bytes, par */
     CHECK_INT(ops->attn_reads_o, 0);
 }
 

@@ -71,11 +71,8 @@ UPI_INLINE void upi_row_fetch(const void *row, upipe_dtype dtype, int64_t i)
         if ((dtype) == UPIPE_F32) {              \
             const upipe_dtype name = UPIPE_F32;  \
             __VA_ARGS__;                         \
-        } else if ((dtype) == UPIPE_BF16) {      \
-            const upipe_dtype name = UPIPE_BF16; \
-            __VA_ARGS__;                         \
         } else {                                 \
-            const upipe_dtype name = UPIPE_F16;  \
+            const upipe_dtype name = UPIPE_BF16; \
             __VA_ARGS__;                         \
         }                                        \
     } while (0)

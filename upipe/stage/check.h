@@ -60,7 +60,7 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "head_dim", d->head_dim);
     upipe_field_int(&f, "chunk", d->chunk);
     upipe_field_int(&f, "naive", d->naive != 0);
-    upipe_field_int(&f, "dtype (0 f32, 1 bf16, 2 f16)", (int64_t)d->dtype);
+    upipe_field_int(&f, "dtype (0 f32, 1 bf16)", (int64_t)d->dtype);
     upipe_field_int(&f, "v_dim", d->v_dim);
     upipe_field_int(&f, "ring", d->ring);
     upipe_field_int(&f, "ring_inner", d->ring_inner);
