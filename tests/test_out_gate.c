@@ -538,10 +538,10 @@ static void test_not_wanted(void)
     alone_end(&all);
 }
 
-static upipe_status fail_glu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+static upipe_status fail_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view a, upipe_view b, upipe_view d)
 {
-    (void)y, (void)gate, (void)up;
-    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "this glu fails");
+    (void)kind, (void)a, (void)b, (void)d;
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "this gate fails");
 }
 
 /* Each wrong argument has its sentence; the pool is as before, and the team aborted. */
@@ -554,7 +554,7 @@ static void test_refusals(void)
         .tokens = TOKENS, .heads = 2 * HEADS, .kv_heads = 2, .head_dim = DIM, .model_dim = MODEL};
     upipe_grads g = {0};
     upipe_saved none = {0};
-    upipe_ops lacks;
+    upipe_ops fails;
     upipe_view wide, narrow, apart;
     size_t live;
     CHECK(upipe_plan_init(&other, &d, NULL) == UPIPE_OK);
@@ -604,16 +604,15 @@ static void test_refusals(void)
     g.bq = a.g.bo;
     REFUSED(UPIPE_ERR_ARG, "a gradient of bq is wanted without it",
             upipe_gated_out_bwd(&a.c, &a.l, &g, &a.save, a.dx, a.y, a.x));
-    lacks = a.ops;
-    a.c.ops = &lacks;
-    lacks.glu = NULL;
-    BOTH(UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu", &a.l, a.y, &a.save, a.x);
-    lacks.glu = fail_glu;
-    BOTH(UPIPE_ERR_BACKEND, "this glu fails", &a.l, a.y, &a.save, a.x);
+    fails = a.ops;
+    a.c.ops = &fails;
+    fails.gate = fail_gate;
+    BOTH(UPIPE_ERR_BACKEND, "this gate fails", &a.l, a.y, &a.save, a.x);
     CHECK(a.save.delta == NULL);
-    lacks = a.ops;
-    lacks.glu_bwd = NULL;
-    BOTH(UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu", &a.l, a.y, &a.save, a.x);
+    fails = a.ops;
+    fails.gate_bwd = fail_gate;
+    REFUSED(UPIPE_ERR_BACKEND, "this gate fails", BWD(&a.l, &a.save, a.dx, a.y, a.x));
+    CHECK(a.save.delta == NULL);
     a.c.ops = &a.ops;
     upipe_comm_self(&a.team, &a.state, a.ops.copy);
     CHECK_STATUS(BWD(&a.l, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
@@ -626,17 +625,12 @@ static void test_refusals(void)
     alone_end(&a);
 }
 
-/* A dry run of a table without glu is refused as the run is. */
 static void test_dry_refusals(void)
 {
     alone a;
     upipe_status s;
     upipe_dry *dry;
     alone_begin(&a, UPIPE_F32, 2, 0, 0);
-    a.ops.glu = NULL;
-    dry = dry_begin(&a.plan, &a.ops, &s);
-    CHECK_REFUSED(upipe_dry_gated_block(dry, &a.l, 1), UPIPE_ERR_UNSUPPORTED, dry->ctx.err,
-                  "the table has no glu");
     dry = dry_begin(&a.plan, &a.ops, &s);
     CHECK_REFUSED(upipe_dry_gated_block(dry, NULL, 1), UPIPE_ERR_ARG, dry->ctx.err,
                   "the layer or its plan is NULL");

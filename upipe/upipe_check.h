@@ -259,26 +259,35 @@ UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int 
 
 /* ---- training ---- */
 
-/* y, gate and up: equal shapes; y may be gate or up. `call` is swiglu, geglu or glu */
-UPIPE_API upipe_status upipe_check_gated(upipe_ctx *c, const char *call, upipe_view y, upipe_view gate,
-                                         upipe_view up)
+UPIPE_API upipe_status upi_check_gate_kind(upipe_ctx *c, const char *call, upipe_gate_kind kind)
 {
-    UPIPE_TRY(upi_row_check(c, call, "y", y));
-    UPIPE_TRY(upi_row_check_like(c, call, "gate", gate, y, y.d));
-    UPIPE_TRY(upi_row_check_like(c, call, "up", up, y, y.d));
-    UPIPE_TRY(upi_row_check_alias(c, call, "y", y, "gate", gate));
-    return upi_row_check_alias(c, call, "y", y, "up", up);
+    const int number = upipe_enum_number(&kind, sizeof kind);
+    if (number >= 0 && number <= UPIPE_GATE_SIGMOID) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: kind %d is none of silu, gelu and sigmoid", call, number);
 }
 
-/* gate, up and dy: equal shapes, three different addresses. `call` is swiglu_bwd, geglu_bwd or glu_bwd */
-UPIPE_API upipe_status upipe_check_gated_bwd(upipe_ctx *c, const char *call, upipe_view gate, upipe_view up,
-                                             upipe_view dy)
+/* y, gate and up: equal shapes; y may be gate or up */
+UPIPE_API upipe_status upipe_check_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate,
+                                        upipe_view up)
 {
-    UPIPE_TRY(upi_row_check(c, call, "dy", dy));
-    UPIPE_TRY(upi_row_check_like(c, call, "gate", gate, dy, dy.d));
-    UPIPE_TRY(upi_row_check_like(c, call, "up", up, dy, dy.d));
+    UPIPE_TRY(upi_check_gate_kind(c, "gate", kind));
+    UPIPE_TRY(upi_row_check(c, "gate", "y", y));
+    UPIPE_TRY(upi_row_check_like(c, "gate", "gate", gate, y, y.d));
+    UPIPE_TRY(upi_row_check_like(c, "gate", "up", up, y, y.d));
+    UPIPE_TRY(upi_row_check_alias(c, "gate", "y", y, "gate", gate));
+    return upi_row_check_alias(c, "gate", "y", y, "up", up);
+}
+
+/* gate, up and dy: equal shapes, three different addresses */
+UPIPE_API upipe_status upipe_check_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate,
+                                            upipe_view up, upipe_view dy)
+{
+    UPIPE_TRY(upi_check_gate_kind(c, "gate_bwd", kind));
+    UPIPE_TRY(upi_row_check(c, "gate_bwd", "dy", dy));
+    UPIPE_TRY(upi_row_check_like(c, "gate_bwd", "gate", gate, dy, dy.d));
+    UPIPE_TRY(upi_row_check_like(c, "gate_bwd", "up", up, dy, dy.d));
     if (dy.n > 0 && (gate.data == up.data || gate.data == dy.data || up.data == dy.data))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s are the same memory", call,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "gate_bwd: %s are the same memory",
                           gate.data == up.data   ? "gate and up"
                           : gate.data == dy.data ? "gate and dy"
                                                  : "up and dy");

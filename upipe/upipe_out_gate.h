@@ -118,8 +118,6 @@ UPIPE_API upipe_status upi_gated_check(upipe_ctx *c, upi_gated *g, const upipe_l
     UPIPE_TRY(upi_check_out(c, l, y, save));
     UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
     if (l->wg == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wg is NULL");
-    if (c->ops->glu == NULL || c->ops->glu_bwd == NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu");
     memset(g, 0, sizeof *g);
     upipe_pass_init(NULL, &g->pass, l, NULL);
     return UPIPE_OK;
@@ -161,8 +159,8 @@ UPIPE_API upipe_status upi_gated_make(upipe_ctx *c, const upi_gated *g, void *to
                              UPIPE_GEMM_TRANS_B));
     for (head = 0; to != NULL && head < p->desc.heads; head += n) {
         n = upipe_plan_q_place(p, head, &stage, &rank).count;
-        UPIPE_TRY(c->ops->glu(c, upi_gated_heads(g, to, head, n), upi_gated_heads(g, g->z, head, n),
-                              upi_gated_slot(g, o, stage, rank)));
+        UPIPE_TRY(c->ops->gate(c, UPIPE_GATE_SIGMOID, upi_gated_heads(g, to, head, n),
+                               upi_gated_heads(g, g->z, head, n), upi_gated_slot(g, o, stage, rank)));
     }
     return UPIPE_OK;
 }
@@ -190,7 +188,7 @@ UPIPE_API upipe_status upi_gated_fwd(upipe_ctx *c, upi_gated *g, upipe_view y, c
  *   save    of upipe_layer_fwd; O is read, and stays
  *   x       the forward's
  *   bytes   a tile's gate (tile rows * H * v_dim), one tile in f32 (none for f32 storage) and the scratch of a product
- *   errors  ARG, MEMORY; UNSUPPORTED: a table without glu. The team is then aborted, and the pool as before
+ *   errors  ARG, MEMORY, the table's. The team is then aborted, and the pool as before
  */
 UPIPE_API upipe_status upipe_gated_out_fwd(upipe_ctx *c, const upipe_layer *l, upipe_view y,
                                            const upipe_saved *save, upipe_view x)
@@ -226,8 +224,8 @@ UPIPE_API upipe_status upi_gated_bwd_heads(upipe_ctx *c, const upi_gated *g, upi
         copy = to->data != save->out.data ? dout : upipe_view_packed(g->o, o.dtype, rows, n, o.d);
         UPIPE_TRY(c->ops->cast(c, copy, o));
         if (copy.data != dout.data) o = copy;
-        UPIPE_TRY(
-            c->ops->glu_bwd(c, upi_gated_heads(g, g->z, head, n), dout, upi_gated_heads(g, g->u, head, n)));
+        UPIPE_TRY(c->ops->gate_bwd(c, UPIPE_GATE_SIGMOID, upi_gated_heads(g, g->z, head, n), dout,
+                                   upi_gated_heads(g, g->u, head, n)));
         UPIPE_TRY(c->ops->rowdot(c, upipe_view_rows(delta, row, rows), o, dout));
     }
     return UPIPE_OK;
@@ -298,7 +296,7 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, upipe_saved *sa
  *   bytes   delta (rows * H * 4), two tiles (rows * H * v_dim) and one of a stage and rank's heads (with attn_reads_o
  *           the new slots instead), one in f32 (none for f32 storage) and the scratch of a product. A tile has the
  *           layer's rows, rounded up to UPIPE_SUM_ROWS
- *   errors  ARG, MEMORY; UNSUPPORTED: a table without glu. The team is then aborted, and save is valid for
+ *   errors  ARG, MEMORY, the table's. The team is then aborted, and save is valid for
  *           upipe_saved_free alone
  */
 UPIPE_API upipe_status upipe_gated_out_bwd(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads,

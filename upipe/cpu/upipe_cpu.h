@@ -63,12 +63,8 @@ UPI_CPU_OPS void upipe_cpu_ops(upipe_ops *ops)
     ops->sum = upi_cpu_sum;
     ops->add = upi_cpu_add;
     ops->scale = upi_cpu_scale;
-    ops->swiglu = upi_cpu_swiglu;
-    ops->swiglu_bwd = upi_cpu_swiglu_bwd;
-    ops->geglu = upi_cpu_geglu;
-    ops->geglu_bwd = upi_cpu_geglu_bwd;
-    ops->glu = upi_cpu_glu;
-    ops->glu_bwd = upi_cpu_glu_bwd;
+    ops->gate = upi_cpu_gate;
+    ops->gate_bwd = upi_cpu_gate_bwd;
     ops->cross_entropy = upi_cpu_cross_entropy;
     ops->embed = upi_cpu_embed;
     ops->embed_bwd = upi_cpu_embed_bwd;

@@ -150,6 +150,7 @@ typedef struct upi_flat {
     const float *src;  /* sum's */
     int64_t src_stride;
     int src_count, accumulate;
+    upipe_gate_kind kind; /* gate's */
 } upi_flat;
 
 UPI_INLINE upi_flat upi_flat_make(const upipe_view *v, int count)
