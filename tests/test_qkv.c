@@ -374,7 +374,7 @@ static void refusals(void)
     a = x.a, a.mask.window = -1;
     refuse_fwd(&x, a, UPIPE_ERR_ARG, "window");
     a = x.a, a.q.dtype = (upipe_dtype)2;
-    refuse_fwd(&x, a, UPIPE_ERR_UNSUPPORTED, "q has storage type 2");
+    refuse_fwd(&x, a, UPIPE_ERR_UNSUPPORTED, "q is no storage type");
 
     CHECK_REFUSED(upipe_qkv_bwd(&x.dry->ctx, &x.a, &x.g, &save), UPIPE_ERR_ARG, *err, "consumed before");
     CHECK_STATUS(upipe_qkv_fwd(&x.dry->ctx, &x.a, &save), UPIPE_OK, *err);

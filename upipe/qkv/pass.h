@@ -25,8 +25,8 @@ UPIPE_API upipe_status upi_qkv_check(upipe_ctx *c, const upipe_plan *p, const ch
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is [%lld][%d][%d], the plan says [%lld][%d][%d]", name,
                           (long long)v.n, v.h, v.d, (long long)p->rows, heads, dim);
     if (!upipe_dtype_built(&v.dtype))
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s has storage type %d", name,
-                          upipe_enum_number(&v.dtype, sizeof v.dtype));
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s is %s, which %s does not cast", name,
+                          upipe_dtype_name_of(&v.dtype), c->ops->name);
     return UPIPE_OK;
 }
 
