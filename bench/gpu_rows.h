@@ -47,13 +47,13 @@ static upipe_status rows_rope(upipe_ctx *c, void *user)
 static upipe_status rows_swiglu(upipe_ctx *c, void *user)
 {
     rows_bench *b = (rows_bench *)user;
-    return c->ops->swiglu(c, rows_view(b, 2), rows_view(b, 0), rows_view(b, 1));
+    return c->ops->gate(c, UPIPE_GATE_SILU, rows_view(b, 2), rows_view(b, 0), rows_view(b, 1));
 }
 
 static upipe_status rows_swiglu_bwd(upipe_ctx *c, void *user)
 {
     rows_bench *b = (rows_bench *)user;
-    return c->ops->swiglu_bwd(c, rows_view(b, 0), rows_view(b, 1), rows_view(b, 2));
+    return c->ops->gate_bwd(c, UPIPE_GATE_SILU, rows_view(b, 0), rows_view(b, 1), rows_view(b, 2));
 }
 
 static upipe_status rows_cross_entropy(upipe_ctx *c, void *user)

@@ -267,13 +267,13 @@ static upipe_status ops_run(ops_bench *b, ops_op op)
     case OPS_ADD:
         return o->add(c, y, x);
     case OPS_SWIGLU:
-        return o->swiglu(c, z, x, y);
+        return o->gate(c, UPIPE_GATE_SILU, z, x, y);
     case OPS_SWIGLU_BWD:
-        return o->swiglu_bwd(c, x, y, z);
+        return o->gate_bwd(c, UPIPE_GATE_SILU, x, y, z);
     case OPS_GLU:
-        return o->glu(c, z, x, y);
+        return o->gate(c, UPIPE_GATE_SIGMOID, z, x, y);
     case OPS_GLU_BWD:
-        return o->glu_bwd(c, x, y, z);
+        return o->gate_bwd(c, UPIPE_GATE_SIGMOID, x, y, z);
     case OPS_CROSS_ENTROPY:
         return ops_cross_entropy(b);
     case OPS_EMBED:

@@ -16,12 +16,12 @@ import sys
 
 import common
 
-DTYPES = ['f32', 'bf16', 'f16']
+DTYPES = ['f32', 'bf16']
 # In the order of the enum in ops.c.
 OPS = ['memcpy', 'copy', 'zero', 'narrow', 'widen', 'rope', 'rope_interleaved', 'rmsnorm', 'rmsnorm_bwd', 'rowdot',
        'sum', 'add', 'swiglu', 'swiglu_bwd', 'glu', 'glu_bwd', 'cross_entropy', 'embed', 'embed_bwd', 'total', 'adamw']
 HEAD, PARTS, EPS = 128, 4, 1e-5
-NEAR = {'f32': 2e-5, 'bf16': 1e-2, 'f16': 2e-3}
+NEAR = {'f32': 2e-5, 'bf16': 1e-2}
 SHAPES = [(64, 1024), (8192, 4096)]
 QUICK_SHAPES = [(64, 1024)]
 BLOCKS = [1 << 16, 1 << 18, 1 << 20, 1 << 24]
@@ -80,7 +80,7 @@ class Bench:
     def array(self, op, slot):
         """A slot's elements in double precision."""
         import numpy as np
-        kind = {'f32': np.float32, 'bf16': np.uint16, 'f16': np.float16}[self.type_of(op, slot)]
+        kind = {'f32': np.float32, 'bf16': np.uint16}[self.type_of(op, slot)]
         count = self.rows * self.d
         raw = np.frombuffer((ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
             self.library.ops_slot(self.handle, slot)), kind)

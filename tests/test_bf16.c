@@ -125,7 +125,7 @@ static void check_shapes(test_rng *r)
         check_product(r, 18, cols, 70, 1, 0, flags, UPIPE_BF16);
         check_product(r, 40, 24, 80, 3, 1, flags, UPIPE_F32); /* heads of a projection */
         check_product(r, 40, 24, 80, 3, 2, flags, UPIPE_F32); /* and of a weight's gradient */
-        check_product(r, 20, 40, 33, 2, 3, flags, UPIPE_F16);
+        check_product(r, 20, 40, 33, 2, 3, flags, UPIPE_BF16);
         check_product(r, 33, 20, 45, 4, 0, flags, UPIPE_F32);
         check_product(r, 30, 21, 64, 5, ADDED, flags | UPIPE_GEMM_ACCUMULATE, UPIPE_F32);
         check_product(r, 30, 21, 41, 3, ADDED, flags, UPIPE_BF16);
@@ -254,7 +254,6 @@ int main(int argc, char **argv)
 {
     test_rng r;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
-    alone.f16 = 1;
     many = alone;
     many.par = &threads;
 #if UPIPE_CPU_BF16_X86

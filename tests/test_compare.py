@@ -79,7 +79,7 @@ def paper(name, group, stages, segments, layers, offload):
 
 
 def width(c):
-    return {'f32': 4, 'bf16': 2, 'f16': 2}[c['dtype']]
+    return {'f32': 4, 'bf16': 2}[c['dtype']]
 
 
 def expected_plan(c, m, ring, inner):
@@ -128,7 +128,7 @@ def error_limits(c):
     longest += (c['heads'] + c['kv_heads']) * c['head_dim'] + c['kv_heads'] * c['v_dim']
     if longest > 640:
         longest = 640 + longest / 640
-    return 4 * 2**-24 * math.sqrt(longest) + 8 * {'f32': 0, 'bf16': 2**-9, 'f16': 2**-12}[c['dtype']]
+    return 4 * 2**-24 * math.sqrt(longest) + 8 * {'f32': 0, 'bf16': 2**-9}[c['dtype']]
 
 
 def stages_of_rank(c, m, rank):
@@ -317,7 +317,7 @@ def test_methods(folder):
         ('--heads 8 --kv-heads 2 --window 30 --cu-seqlens 50,1,77,100,30 --batch 2 --tokens 129 --softcap 3 --sinks --v-dim 40 --rope '
          '--method fpdt --method upipe-fpdt', 'every mask', {}),
         ('--heads 8 --cu-seqlens 7 --full --sinks --dtype bf16 --method fpdt --method upipe-fpdt', 'random packed sequences', {}),
-        ('--heads 8 --kv-heads 1 --window 1 --dtype f16 --rope --method fpdt --method upipe-fpdt', 'f16', {}),
+        ('--heads 8 --kv-heads 1 --window 1 --dtype bf16 --rope --method fpdt --method upipe-fpdt', 'bf16', {}),
         ('--heads 8 --kv-heads 2 --chunk 4 --ring-mode all-gather', 'a gathered ring', {}),
         ('--heads 8 --kv-heads 2 --chunk 4 --ring-mode p2p', 'a shifted ring', {}),
         ('--heads 8 --kv-heads 4 --batch 2 --segments 1 --method fpdt --method upipe-fpdt', 'one segment', {'segments': 1}),
@@ -604,7 +604,7 @@ def test_colours(folder):
 def test_refusals(folder):
     for name, (values, *words) in {  # what the sentence has beside the flag and the value
         'ranks': (['12x', '-4', '0', '257'], '1 to 256'), 'tokens': (['9e19', '9223372036854775808', ' 64'],), 'batch': (['0x10'],),
-        'heads': (['2147483648'],), 'seed': (['-1'],), 'deadline': (['0', 'nan', '1e9', '0x10'],), 'dtype': (['f64'], 'f32, bf16 or f16'),
+        'heads': (['2147483648'],), 'seed': (['-1'],), 'deadline': (['0', 'nan', '1e9', '0x10'],), 'dtype': (['f16'], 'f32 or bf16'),
         'check': (['maybe'], 'auto'), 'method': (['rings'], 'no method'), 'layers': (['0', '5000'],), 'window': (['0'],),
         'softcap': (['-1'],), 'cu-seqlens': (['0'],), 'v-dim': (['0'],),
     }.items():

@@ -21,7 +21,7 @@ from checks import check, end  # pylint: disable=wrong-import-position
 TOP, TABLE = (os.path.abspath(path) for path in sys.argv[1:3])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 CC = os.environ.get('CC', 'cc')
-LINES = {'13_plug_attention.c': 200, '13_plug_cudnn.cpp': 250, '16_scan.c': 180}  # at most; all others have fewer than 160
+LINES = {'13_plug_attention.c': 200, '13_plug_cudnn.cpp': 250}  # at most; all others have fewer than 160
 AS_IT_IS = ['00_trainer.c', '10_threads.c', '16_scan.c'] # the others' commands differ in the name alone
 COMMON = {'08_nccl.c': ['common/rendezvous.h']}
 WATCHED = 'clang -fsanitize=undefined -fno-sanitize-recover=all' # sees offsets from NULL, which gcc's does not

@@ -72,7 +72,6 @@ static void run_backwards(void *self, int32_t count, void (*task)(void *arg, int
 
 static void teams_init(void)
 {
-    alone.f16 = 1;
     alone.gemm = upi_cpu_gemm;
     alone.gemm_bytes = upi_cpu_gemm_bytes;
 #ifdef UPIPE_WITH_CBLAS
@@ -210,7 +209,7 @@ static void check_product(test_rng *r, int64_t rows, int cols, int64_t depth, in
 
 /* ---- the cases ---- */
 
-static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16};
 
 static void check_tails(test_rng *r)
 {
@@ -218,8 +217,8 @@ static void check_tails(test_rng *r)
     for (int rows = 1; rows <= 17; ++rows)
         for (int n = 0; n < (int)(sizeof cols / sizeof *cols); ++n)
             for (int flags = 0; flags < 8; ++flags) {
-                upipe_dtype in = types[(rows + n) % 3];
-                upipe_dtype out = flags < UPIPE_GEMM_ACCUMULATE ? types[n % 3] : UPIPE_F32;
+                upipe_dtype in = types[(rows + n) % 2];
+                upipe_dtype out = flags < UPIPE_GEMM_ACCUMULATE ? types[n % 2] : UPIPE_F32;
                 check_product(r, rows, cols[n], 1 + test_below(r, 20), 1, 0, flags, in, in, out, 0);
             }
 }
@@ -235,7 +234,7 @@ static void check_blocks(test_rng *r)
     check_product(r, 59, wide + 19, 40, 1, 0, UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_BF16, UPIPE_F32, 1);
     check_product(r, 59, wide + 19, 40, 1, 0, 0, UPIPE_BF16, UPIPE_BF16, UPIPE_BF16, 1);
     check_product(r, 40, wide + 19, past, 1, 0, 0, UPIPE_BF16, UPIPE_F32, UPIPE_BF16, 1);
-    check_product(r, 40, wide - 5, past, 1, 0, 0, UPIPE_F16, UPIPE_F32, UPIPE_F16, 1);
+    check_product(r, 40, wide - 5, past, 1, 0, 0, UPIPE_BF16, UPIPE_F32, UPIPE_BF16, 1);
     check_product(r, UPI_GEMM_BLOCK_ROWS + 7, UPI_GEMM_BLOCK_F32 / UPI_GEMM_BLOCK_ROWS + wide + 1, 3, 1, 0,
                   UPIPE_GEMM_TRANS_B, UPIPE_F32, UPIPE_F32, UPIPE_F32, 1);
     check_product(r, UPI_GEMM_BLOCK_ROWS + 7, UPI_GEMM_BLOCK_16 / UPI_GEMM_BLOCK_ROWS + wide + 1, 3, 1, 0,
@@ -256,8 +255,8 @@ static void check_random(test_rng *r, long draws)
     for (long i = 0; i < draws; ++i) {
         int kind = test_below(r, 8), heads = kind < 4 ? 1 : 2 + test_below(r, 3);
         int rows = 1 + test_below(r, 30), cols = 1 + test_below(r, 40), depth = 1 + test_below(r, 40);
-        upipe_dtype type_a = types[test_below(r, 3)], type_b = types[test_below(r, 3)];
-        upipe_dtype type_out = test_below(r, 2) ? UPIPE_F32 : types[1 + test_below(r, 2)];
+        upipe_dtype type_a = types[test_below(r, 2)], type_b = types[test_below(r, 2)];
+        upipe_dtype type_out = test_below(r, 2) ? UPIPE_F32 : UPIPE_BF16;
         int flags = test_below(r, type_out == UPIPE_F32 ? 8 : 4);
         if (kind == 0) rows += 200;
         if (kind == 1) cols += 250;
@@ -270,7 +269,7 @@ static void check_random(test_rng *r, long draws)
 /* A caller may size its scratch for its largest tile: no smaller product needs more. */
 static void check_bytes(void)
 {
-    for (int which = 0; which < 3 * 2; ++which) {
+    for (int which = 0; which < 2 * 2; ++which) {
         const upipe_ops *ops = which % 2 == 0 ? &alone : &teams[0].ops;
         const size_t most = (size_t)upi_par_workers(ops) * SCRATCH_MOST;
         const upipe_dtype type = types[which / 2];

@@ -247,7 +247,7 @@ static void test_refused(const upipe_ops *ops)
     CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err,
                   "a description of 4 ranks in a ring of 1, for a team of 1 in a ring of 1");
     d = description(1, 1), d.plan.dtype = (upipe_dtype)7;
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is none of");
+    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
     d = description(1, 1);
     CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
     CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
@@ -256,7 +256,7 @@ static void test_refused(const upipe_ops *ops)
     CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
     CHECK(upipe_host_slab_bytes(h) > bytes);
     d.plan.dtype = (upipe_dtype)7;
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is none of");
+    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
     CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
     d = description(1, 1);
     CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);

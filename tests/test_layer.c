@@ -606,38 +606,6 @@ static void test_begun(int ranks, int chunk)
 #undef ADDED
 }
 
-/* Gradients of weights in bf16: a rank's own are its f32 ones, added to what lies there and rounded once; with the bytes of
- * the dry run. */
-static void test_narrow_grads(upipe_dtype dtype, int ranks, int chunk)
-{
-    run_result wide, narrow;
-    f32_block in;
-    run_case t = run_of(24, 4, 2, 32, 40, ranks, chunk, dtype);
-    t.shape.projected = t.shape.biased = 1;
-    block_inputs(&t.shape, 7, &in);
-    CHECK_STATUS(run_block(&t, &in, &wide), UPIPE_OK, wide.errors[0]);
-    t.grad_dtype = UPIPE_BF16;
-#define NARROW(tensor)                                                                        \
-    for (int64_t i = 0; i < block_count(&t.shape, #tensor); ++i) {                            \
-        float full = wide.out.tensor[i] + t.begun * (float)ranks, got = narrow.out.tensor[i]; \
-        CHECK_SAY(ranks > 1 ? fabsf(got - full) <= 0.02f * (fabsf(full) + 1)                  \
-                            : got == naive_store(UPIPE_BF16, full),                           \
-                  #tensor " %g in bf16, %g in f32", (double)got, (double)full);               \
-    }
-    for (; t.begun < 1; t.begun += 0.5f) {
-        CHECK_STATUS(run_block(&t, &in, &narrow), UPIPE_OK, narrow.errors[0]);
-        NARROW(wq)
-        NARROW(wk)
-        NARROW(wv)
-        NARROW(wo)
-        CHECK_BYTES(narrow.out.x, wide.out.x, (size_t)block_count(&t.shape, "x") * 4);
-        if (t.begun > 0) continue; /* biases are in f32, where the sum's order counts */
-        CHECK_BYTES(narrow.out.bq, wide.out.bq, (size_t)block_count(&t.shape, "bq") * 4);
-        CHECK_BYTES(narrow.out.bo, wide.out.bo, (size_t)block_count(&t.shape, "bo") * 4);
-    }
-#undef NARROW
-}
-
 static upipe_ops counted; /* the table whose products are counted */
 static _Atomic long tile_products;
 
@@ -658,11 +626,11 @@ static void table_counted(upipe_ops *ops)
  * through memory each time. */
 static void test_tile_products(void)
 {
-    static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+    static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16};
     static const int of[][3] = {
         {1, 8, 3}, {1, 2, 3}, {2, 8, 4}, {2, 2, 4}, {3, 3, 3}}; /* ranks, chunk, tiles */
     for (size_t i = 0; i < sizeof of / sizeof *of; ++i) {
-        run_case t = run_of(48, 8, 2, 32, 40, of[i][0], of[i][1], types[i % 3]);
+        run_case t = run_of(48, 8, 2, 32, 40, of[i][0], of[i][1], types[i % 2]);
         run_result r;
         f32_block in;
         t.shape.projected = 1;
@@ -702,8 +670,5 @@ int main(int argc, char **argv)
     TEST(test_odd_ranks());
     TEST(test_begun(1, 2));
     TEST(test_begun(2, 2));
-    TEST(test_narrow_grads(UPIPE_F32, 1, 1));
-    TEST(test_narrow_grads(UPIPE_BF16, 1, 2));
-    TEST(test_narrow_grads(UPIPE_BF16, 2, 2));
     return test_end("layer");
 }

@@ -314,7 +314,7 @@ int main(int argc, char **argv)
     TEST(check_linear_documents(&c));
     TEST(check_linear_strides(&c));
     TEST(check_linear_repeated(&c));
-    TEST(check_linear_types(&c, UPIPE_F16));
+    TEST(check_linear_types(&c));
     TEST(check_linear_gates(&c));
     TEST(check_linear_long(&c));
     TEST(check_conv_drawn(&c, 60));

@@ -15,7 +15,7 @@ static void test_threads(void)
 {
     static const int64_t borders[] = {-1, 20, 64, 100, 102, 140, 200};
     test_rng r = {11};
-    for (int t = UPIPE_F32; t <= UPIPE_F16; t += BRIEF ? 2 : 1)
+    for (int t = UPIPE_F32; t <= UPIPE_BF16; ++t)
         for (int packed = 0; packed < 2; ++packed) {
             layer a = large(&r, (upipe_dtype)t), b;
             if (packed) a.borders = (upipe_borders){borders, 6};
@@ -219,10 +219,10 @@ int main(int argc, char **argv)
     if (argc == 3) return run_file(argv[1], atoi(argv[2]));
     test_begin(argc, argv);
     TEST(check_drawn(BRIEF ? 4 : test_full() ? 16 : 8));
-    TEST(check_bits(UPIPE_F16));
+    TEST(check_bits());
     TEST(test_threads());
     TEST(check_documents());
-    TEST(check_types(UPIPE_F16));
+    TEST(check_types());
     TEST(check_golden_states());
     TEST(check_out_of_memory(BRIEF ? 3 : 1));
     TEST(test_refusals());

@@ -740,7 +740,6 @@ static void well_own_structs(host *h)
     h->l.plan = &copy;
     pack(&h->l.mask, again);
     h->l.tile_rows = 3;
-    h->l.grad_dtype = UPIPE_BF16;
     h->l.wo = NULL;
     WELL(bwd(h));
 }

@@ -1,4 +1,4 @@
-/* test_scan -- a state over ranks with a rule of whole numbers, bit by bit: stages, borders, segments, halos, bytes
+/* test_scan -- a state over ranks with a rule of whole numbers, bit by bit: stages, borders, segments, bytes
  *
  * The rule: a token multiplies a head's state by 1, -1 or 0 and adds a row of small numbers. One walk over the whole
  * sequence is the oracle, and ranks must agree with it exactly, wherever tokens and heads are cut.
@@ -14,7 +14,6 @@ enum {
     KEY_DIM = 2,
     VALUE_DIM = 3,
     SIZE = KEY_DIM * VALUE_DIM,
-    WIDTH = 3,
     SEGMENTS_MAX = 3
 };
 
@@ -24,15 +23,13 @@ typedef struct world {
     upipe_threads team;
     upipe_ops ops;
     int64_t tokens;
-    int ranks, ring, segments, heads, stage_heads, halo;
+    int ranks, ring, segments, heads, stage_heads;
     upipe_borders borders;
     /* the sequence, its states and their gradients: before each token, and behind it */
     float times[TOKENS_MAX][HEADS_MAX];
     state add[TOKENS_MAX][HEADS_MAX], dout[TOKENS_MAX][HEADS_MAX];
     state before[TOKENS_MAX][HEADS_MAX], out[TOKENS_MAX][HEADS_MAX];
     state dbefore[TOKENS_MAX][HEADS_MAX], dadd[TOKENS_MAX][HEADS_MAX];
-    float x[TOKENS_MAX][WIDTH],
-        dx[TOKENS_MAX][WIDTH]; /* rows for the halo, and the gradient that it must get */
     /* faults: this rank's step of a stage fails, or the rank leaves */
     int bad_rank, bad_stage, leaves;
     int differs; /* which field of the call rank 1 has another value of */
@@ -108,7 +105,6 @@ static void draw(world *w, uint64_t seed)
 {
     test_rng r = {seed};
     for (int64_t t = 0; t < w->tokens; ++t) {
-        for (int k = 0; k < WIDTH; ++k) w->x[t][k] = (float)(test_below(&r, 90) + 1);
         for (int h = 0; h < w->heads; ++h) {
             w->times[t][h] = (float)(test_below(&r, 8) == 0 ? 0 : test_below(&r, 2) ? 1 : -1);
             for (int e = 0; e < SIZE; ++e) {
@@ -149,7 +145,6 @@ static upipe_status part_init(world *w, int rank, int segment, part *p, upipe_er
                            .key_dim = KEY_DIM,
                            .value_dim = VALUE_DIM,
                            .stage_heads = w->stage_heads,
-                           .halo = w->halo,
                            .fwd = step_fwd,
                            .bwd = step_bwd,
                            .user = p};
@@ -195,49 +190,10 @@ static upipe_status passes_dry(part *p, const upipe_ops *ops, int carried)
     return UPIPE_OK;
 }
 
-/* The rows before a part are those of its first document. */
-static void check_halo(const part *p, upipe_view before)
-{
-    const world *w = p->w;
-    int inside = 1;
-    for (int i = 1; i <= w->halo; ++i) {
-        const int64_t pos = p->pos - i;
-        const float *row = (const float *)upipe_view_at(before, w->halo - i, 0);
-        inside = inside && pos >= 0 && !begins(w, pos + 1);
-        for (int k = 0; k < WIDTH; ++k)
-            CHECK_SAY(row[k] == (inside ? w->x[pos][k] : 0), "row %d before token %lld is %g", i,
-                      (long long)p->pos, (double)row[k]);
-    }
-}
-
-/* Every rank's gradient of x: 1 a row, and of the halo 10 a row and 100 times its distance. */
-static float halo_grad(int distance)
-{
-    return (float)(100 * distance + 10);
-}
-
-static void check_halo_grad(const part *p, upipe_view dx, const int64_t *starts, int starts_n)
-{
-    const world *w = p->w;
-    for (int64_t i = 0; i < p->plan.local; ++i) {
-        const int64_t pos = p->pos + i;
-        const float got = *(const float *)upipe_view_at(dx, i, 0);
-        float want = 1;
-        for (int k = 0; k < starts_n; ++k) {
-            int inside = starts[k] > pos && starts[k] <= pos + w->halo;
-            for (int64_t q = pos + 1; inside && q <= starts[k]; ++q) inside = !begins(w, q);
-            /* only the part that begins there has this row before it; parts between would hide it */
-            if (inside && starts[k] >= p->pos + p->plan.local) want += halo_grad((int)(starts[k] - pos));
-        }
-        CHECK_SAY(got == want, "dx of token %lld is %g, not %g", (long long)pos, (double)got, (double)want);
-    }
-}
-
 static upipe_status passes_body(void *user, int rank)
 {
     world *w = (world *)user;
     const int carried = w->segments > 1;
-    const size_t row = WIDTH * sizeof(float);
     upipe_comm *comm = upipe_threads_comm(&w->team, rank);
     upipe_comm_self_state alone;
     upipe_comm self;
@@ -245,11 +201,7 @@ static upipe_status passes_body(void *user, int rank)
     upipe_ctx c = {0};
     part parts[SEGMENTS_MAX];
     upipe_states states[SEGMENTS_MAX];
-    float *x[SEGMENTS_MAX], *carry;
-    float before[WIDTH * 8], halo_carry[WIDTH * 8] = {0};
-    int64_t starts[8 * SEGMENTS_MAX];
-    const upipe_view halo = upipe_view_packed(before, UPIPE_F32, w->halo, 1, WIDTH),
-                     round = upipe_view_packed(halo_carry, UPIPE_F32, w->halo, 1, WIDTH);
+    float *carry;
     counts n;
     test_rank = rank;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
@@ -258,39 +210,19 @@ static upipe_status passes_body(void *user, int rank)
     carry = (float *)zeroed(sizeof(state) * HEADS_MAX);
     for (int s = 0; s < w->segments; ++s) {
         part *p = &parts[s];
-        for (int r = 0; r < w->ranks; ++r) {
-            UPIPE_TRY(part_init(w, r, s, p, &c.err));
-            starts[s * w->ranks + r] = p->pos;
-        }
         UPIPE_TRY(part_init(w, rank, s, p, &c.err));
         if (w->ring == 1) UPIPE_TRY(passes_dry(p, &w->ops, carried));
         states[s] = (upipe_states){.data = (float *)buffer(sizeof(state) * HEADS_MAX)};
-        x[s] = (float *)copy_of(w->x[p->pos], (size_t)p->plan.local * row);
-        counts_begin(&c, comm, &n);
-        UPIPE_TRY(upipe_scan_halo_fwd(&c, comm, &p->scan, halo,
-                                      upipe_view_packed(x[s], UPIPE_F32, p->plan.local, 1, WIDTH),
-                                      carried ? &round : NULL));
-        counts_end(&c, comm, &n, upipe_scan_halo_fwd_sent(&p->scan, (int64_t)row, carried), 0);
-        check_halo(p, halo);
         counts_begin(&c, comm, &n);
         UPIPE_TRY(upipe_scan_fwd(&c, comm, &p->scan, &states[s], carried ? carry : NULL));
         counts_end(&c, comm, &n, upipe_scan_fwd_sent(&p->scan, carried), upipe_scan_fwd_bytes(&p->scan));
     }
     memset(carry, 0, sizeof(state) * HEADS_MAX);
-    memset(halo_carry, 0, sizeof halo_carry);
     for (int s = w->segments - 1; s >= 0; --s) {
         part *p = &parts[s];
-        const upipe_view dx = upipe_view_packed(x[s], UPIPE_F32, p->plan.local, 1, WIDTH);
         counts_begin(&c, comm, &n);
         UPIPE_TRY(upipe_scan_bwd(&c, comm, &p->scan, &states[s], carried ? carry : NULL));
         counts_end(&c, comm, &n, upipe_scan_bwd_sent(&p->scan, carried), upipe_scan_bwd_bytes(&p->scan));
-        for (int64_t i = 0; i < p->plan.local * WIDTH; ++i) x[s][i] = 1;
-        for (int i = 0; i < w->halo * WIDTH; ++i) before[i] = halo_grad(w->halo - i / WIDTH);
-        counts_begin(&c, comm, &n);
-        UPIPE_TRY(upipe_scan_halo_bwd(&c, comm, &p->scan, dx, halo, carried ? &round : NULL));
-        counts_end(&c, comm, &n, upipe_scan_halo_bwd_sent(&p->scan, (int64_t)row, carried),
-                   (size_t)w->halo * row);
-        check_halo_grad(p, dx, starts, w->segments * w->ranks);
     }
     upipe_mem_destroy(&mem, NULL);
     return UPIPE_OK;
@@ -309,7 +241,7 @@ static void run(world *w, double deadline, upipe_status (*body)(void *user, int 
     buffers_free(0);
 }
 
-/* Ranks, rings, segments, stages and borders: on a rank's first token, inside a halo, empty documents, at both ends. */
+/* Ranks, rings, segments, stages and borders: on a rank's first token, inside a rank, empty documents, at both ends. */
 static void test_passes(world *w)
 {
     static const int64_t inside[] = {0, 3, 12, 12, 30, 43}, at_ranks[] = {-1, 5, 14, 22, 29, 100};
@@ -320,7 +252,6 @@ static void test_passes(world *w)
                 const int stage_heads = i / 9, kind = i / 3 % 3, way = i % 3;
                 *w = (world){.ops = w->ops, .tokens = 43, .ranks = ranks, .ring = 1, .segments = 1};
                 w->bad_stage = -1;
-                w->halo = 3;
                 w->heads = heads;
                 w->stage_heads = stage_heads;
                 if (kind == 1) w->borders = (upipe_borders){inside, 5};
@@ -404,14 +335,12 @@ static void test_refusals(world *w)
     upipe_comm self;
     upipe_mem mem;
     upipe_ctx c = {.team = &self};
-    float data[SIZE * 2], rows[WIDTH * 9];
+    float data[SIZE * 2];
     upipe_states states = {.data = data};
-    const upipe_view x = upipe_view_packed(rows, UPIPE_F32, 9, 1, WIDTH),
-                     halo = upipe_view_packed(rows, UPIPE_F32, 3, 1, WIDTH);
     const int64_t down[] = {3, 1};
     upipe_plan_desc d = {.tokens = 9, .heads = 8, .head_dim = 32};
     upipe_plan plan, zigzag, batch;
-    upipe_scan s = {.plan = &plan, .heads = 2, .key_dim = KEY_DIM, .value_dim = VALUE_DIM, .halo = 3}, t;
+    upipe_scan s = {.plan = &plan, .heads = 2, .key_dim = KEY_DIM, .value_dim = VALUE_DIM}, t;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     upipe_comm_self(&self, &alone, w->ops.copy);
     CHECK_STATUS(upipe_plan_init(&plan, &d, &c.err), UPIPE_OK, c.err);
@@ -443,21 +372,6 @@ static void test_refusals(world *w)
     t.plan = &zigzag;
     CHECK_REFUSED(upipe_scan_fwd(&c, &self, &t, &states, NULL), UPIPE_ERR_ARG, c.err,
                   "rank 0 of 3, on rank 0 of a communicator of 1");
-#define REFUSED(change, before, x, status, words)                                                     \
-    do {                                                                                              \
-        t = s, change;                                                                                \
-        CHECK_REFUSED(upipe_scan_halo_fwd(&c, &self, &t, before, x, NULL), UPIPE_ERR_##status, c.err, \
-                      words);                                                                         \
-        CHECK_REFUSED(upipe_scan_halo_bwd(&c, &self, &t, x, before, NULL), UPIPE_ERR_##status, c.err, \
-                      words);                                                                         \
-    } while (0)
-    REFUSED(t.halo = 0, halo, x, ARG, "a halo of 0 rows");
-    REFUSED(t.halo = 10, halo, x, UNSUPPORTED, "a halo of 10 rows where ranks have 9 tokens");
-    REFUSED(t.halo = 2, halo, x, ARG, "the halo is [3][1][3] with rows 3 apart, not [2][1][3], packed");
-    REFUSED(t.user = NULL, halo, upipe_view_rows(x, 0, 8), ARG, "x is [8][1][3]");
-    REFUSED(t.user = NULL, upipe_view_packed(rows, UPIPE_BF16, 3, 1, WIDTH), x, ARG,
-            "the halo is bf16, x is f32");
-#undef REFUSED
     upipe_mem_destroy(&mem, NULL);
 }
 

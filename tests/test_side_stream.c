@@ -394,7 +394,7 @@ int main(int argc, char **argv)
     TEST(test_same(16, 8, 2, 2, 0, 1, UPIPE_BF16));
     TEST(test_same(16, 4, 4, 4, 0, 0, UPIPE_F32));
     TEST(test_same(8, 1, 2, 2, 0, 1, UPIPE_F32));
-    TEST(test_same(12, 6, 2, 4, 0, 0, UPIPE_F16));
+    TEST(test_same(12, 6, 2, 4, 0, 0, UPIPE_BF16));
     TEST(test_same(8, 4, 2, 2, 1, 0, UPIPE_F32));
     TEST(test_same(4, 2, 1, 1, 0, 1, UPIPE_F32));
     TEST(test_out_of_memory(8, 4, 0));

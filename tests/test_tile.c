@@ -739,10 +739,10 @@ static const upipe_ops *fail_op(upipe_ctx *c, upipe_status *s)
       (upipe_ctx * c, upipe_view dx, upipe_view dy, upipe_view x, const float *w, float eps, float *dw,   \
        int accumulate),                                                                                   \
       (c, dx, dy, x, w, eps, dw, accumulate))                                                             \
-    X(swiglu, (upipe_ctx * c, upipe_view y, upipe_view gate, upipe_view up), (c, y, gate, up))            \
-    X(swiglu_bwd, (upipe_ctx * c, upipe_view gate, upipe_view up, upipe_view dy), (c, gate, up, dy))      \
-    X(geglu, (upipe_ctx * c, upipe_view y, upipe_view gate, upipe_view up), (c, y, gate, up))             \
-    X(geglu_bwd, (upipe_ctx * c, upipe_view gate, upipe_view up, upipe_view dy), (c, gate, up, dy))       \
+    X(gate, (upipe_ctx * c, upipe_gate_kind kind, upipe_view y, upipe_view gate, upipe_view up),          \
+      (c, kind, y, gate, up))                                                                             \
+    X(gate_bwd, (upipe_ctx * c, upipe_gate_kind kind, upipe_view gate, upipe_view up, upipe_view dy),     \
+      (c, kind, gate, up, dy))                                                                            \
     X(cross_entropy, (upipe_ctx * c, const upipe_cross_entropy *x), (c, x))
 
 #define FAIL_OP(name, parameters, arguments)            \
@@ -960,25 +960,6 @@ static void test_wrong(void)
             }
 }
 
-/* A table without geglu says so. */
-static void test_table(void)
-{
-    upipe_ops ops = cpu_table();
-    ops.geglu = NULL;
-    for (int backward = 0; backward < 2; ++backward) {
-        f32_tile got;
-        tile_case t = full_case(0, UPIPE_BF16, 6);
-        tile_args a;
-        tile_pool p;
-        args_make(&t, &got, &a);
-        pool_make(&p, &ops, 1 << 20);
-        CHECK_REFUSED(call_tile(&p.ctx, &t, &a, backward), UPIPE_ERR_UNSUPPORTED, p.ctx.err,
-                      "the table has no geglu");
-        CHECK_INT(p.mem.serial, 1);
-        pool_end(&p);
-    }
-}
-
 /* Views over each other that are not the same rows. */
 static void test_overlapping(void)
 {
@@ -1087,7 +1068,6 @@ int main(int argc, char **argv)
     TEST(test_every_failure());
     TEST(test_slab_short());
     TEST(test_wrong());
-    TEST(test_table());
     TEST(test_overlapping());
     TEST(test_bytes_sizes());
     TEST(test_no_rows());

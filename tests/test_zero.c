@@ -434,11 +434,12 @@ static void test_refused(void)
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "stage 4");
     bad = z, bad.rank = 1;
     CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err);
-    bad = z, bad.sent = UPIPE_F16;
-    CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_UNSUPPORTED, c->err);
-    bad = z, bad.dtype = UPIPE_F16;
+    bad = z, bad.sent = (upipe_dtype)2;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_UNSUPPORTED, c->err,
-                  "parameters are f32 or bf16, not f16");
+                  "gradients are sent as f32 or bf16, not as type 2");
+    bad = z, bad.dtype = (upipe_dtype)2;
+    CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_UNSUPPORTED, c->err,
+                  "parameters are f32 or bf16, not type 2");
     bad = z, bad.first = NULL;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "do not begin at 0");
     CHECK(upipe_zero_held(&bad, UPIPE_ZERO_WEIGHTS) == 0 && upipe_zero_bytes(&bad, 1, UPIPE_ZERO_GRADS) == 0);

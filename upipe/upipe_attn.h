@@ -253,11 +253,8 @@ UPIPE_API upipe_status upi_attn_check(upipe_ctx *c, const upipe_attn *a)
     const int64_t limit = INT64_C(1) << 60; /* sums and differences of four such numbers stay in 63 bits */
     upipe_view q = a->q, k = a->k;
     const int dtype = upipe_enum_number(&q.dtype, sizeof q.dtype);
-    if (dtype < 0 || dtype > UPIPE_F16)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is none of f32, bf16 and f16",
-                          dtype);
-    if (q.dtype == UPIPE_F16 && !c->ops->f16)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "attention: %s does not take f16", c->ops->name);
+    if (dtype < 0 || dtype > UPIPE_BF16)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: data type %d is neither f32 nor bf16", dtype);
     if (q.h < 1 || k.h < 1 || q.h % k.h != 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "attention: %d query heads over %d key/value heads", q.h,
                           k.h);

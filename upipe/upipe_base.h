@@ -107,7 +107,7 @@ UPIPE_API int upipe_enum_number(const void *field, size_t bytes)
         if (upi_try_ != UPIPE_OK) return upi_try_; \
     } while (0)
 
-typedef enum upipe_dtype { UPIPE_F32, UPIPE_BF16, UPIPE_F16 } upipe_dtype;
+typedef enum upipe_dtype { UPIPE_F32, UPIPE_BF16 } upipe_dtype;
 
 /* Bytes of one element. */
 UPIPE_API size_t upipe_dtype_bytes(upipe_dtype t)
@@ -115,17 +115,24 @@ UPIPE_API size_t upipe_dtype_bytes(upipe_dtype t)
     return t == UPIPE_F32 ? 4 : 2;
 }
 
-/* "f32", "bf16", "f16". */
+/* "f32", "bf16". */
 UPIPE_API const char *upipe_dtype_name(upipe_dtype t)
 {
-    return t == UPIPE_F32 ? "f32" : t == UPIPE_BF16 ? "bf16" : "f16";
+    return t == UPIPE_F32 ? "f32" : "bf16";
+}
+
+/* Whether a field's type is one. */
+UPIPE_API int upipe_dtype_built(const upipe_dtype *t)
+{
+    const int number = upipe_enum_number(t, sizeof *t);
+    return number == UPIPE_F32 || number == UPIPE_BF16;
 }
 
 /* The name of a field's type, which may be none. */
 UPIPE_API const char *upipe_dtype_name_of(const upipe_dtype *t)
 {
-    int number = upipe_enum_number(t, sizeof *t);
-    return number >= 0 && number <= UPIPE_F16 ? upipe_dtype_name((upipe_dtype)number) : "no storage type";
+    return upipe_dtype_built(t) ? upipe_dtype_name((upipe_dtype)upipe_enum_number(t, sizeof *t))
+                                : "no storage type";
 }
 
 /* upipe_view -- n tokens x h heads x d contiguous elements; strides count elements, not bytes

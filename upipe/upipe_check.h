@@ -17,19 +17,12 @@ enum { UPIPE_ROPE_DIM_MAX = 256 };
 
 /* ---- views ---- */
 
-/* Whether the table supports the type. */
-UPIPE_API int upipe_dtype_built(const upipe_ops *ops, const upipe_dtype *t)
-{
-    int number = upipe_enum_number(t, sizeof *t);
-    return number == UPIPE_F32 || number == UPIPE_BF16 || (number == UPIPE_F16 && ops->f16);
-}
-
 UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char *name, upipe_view v)
 {
     if (v.n < 0 || v.h < 1 || v.d < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
                           v.d);
-    if (!upipe_dtype_built(c->ops, &v.dtype))
+    if (!upipe_dtype_built(&v.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
                           upipe_enum_number(&v.dtype, sizeof v.dtype));
     if (v.data == NULL && v.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
@@ -208,8 +201,7 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
                           out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
-    if (!upipe_dtype_built(c->ops, &out.dtype) || !upipe_dtype_built(c->ops, &a.dtype) ||
-        !upipe_dtype_built(c->ops, &b.dtype))
+    if (!upipe_dtype_built(&out.dtype) || !upipe_dtype_built(&a.dtype) || !upipe_dtype_built(&b.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d",
                           upipe_enum_number(&out.dtype, sizeof out.dtype),
                           upipe_enum_number(&a.dtype, sizeof a.dtype),
@@ -267,26 +259,35 @@ UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int 
 
 /* ---- training ---- */
 
-/* y, gate and up: equal shapes; y may be gate or up. `call` is swiglu, geglu or glu */
-UPIPE_API upipe_status upipe_check_gated(upipe_ctx *c, const char *call, upipe_view y, upipe_view gate,
-                                         upipe_view up)
+UPIPE_API upipe_status upi_check_gate_kind(upipe_ctx *c, const char *call, upipe_gate_kind kind)
 {
-    UPIPE_TRY(upi_row_check(c, call, "y", y));
-    UPIPE_TRY(upi_row_check_like(c, call, "gate", gate, y, y.d));
-    UPIPE_TRY(upi_row_check_like(c, call, "up", up, y, y.d));
-    UPIPE_TRY(upi_row_check_alias(c, call, "y", y, "gate", gate));
-    return upi_row_check_alias(c, call, "y", y, "up", up);
+    const int number = upipe_enum_number(&kind, sizeof kind);
+    if (number >= 0 && number <= UPIPE_GATE_SIGMOID) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: kind %d is none of silu, gelu and sigmoid", call, number);
 }
 
-/* gate, up and dy: equal shapes, three different addresses. `call` is swiglu_bwd, geglu_bwd or glu_bwd */
-UPIPE_API upipe_status upipe_check_gated_bwd(upipe_ctx *c, const char *call, upipe_view gate, upipe_view up,
-                                             upipe_view dy)
+/* y, gate and up: equal shapes; y may be gate or up */
+UPIPE_API upipe_status upipe_check_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate,
+                                        upipe_view up)
 {
-    UPIPE_TRY(upi_row_check(c, call, "dy", dy));
-    UPIPE_TRY(upi_row_check_like(c, call, "gate", gate, dy, dy.d));
-    UPIPE_TRY(upi_row_check_like(c, call, "up", up, dy, dy.d));
+    UPIPE_TRY(upi_check_gate_kind(c, "gate", kind));
+    UPIPE_TRY(upi_row_check(c, "gate", "y", y));
+    UPIPE_TRY(upi_row_check_like(c, "gate", "gate", gate, y, y.d));
+    UPIPE_TRY(upi_row_check_like(c, "gate", "up", up, y, y.d));
+    UPIPE_TRY(upi_row_check_alias(c, "gate", "y", y, "gate", gate));
+    return upi_row_check_alias(c, "gate", "y", y, "up", up);
+}
+
+/* gate, up and dy: equal shapes, three different addresses */
+UPIPE_API upipe_status upipe_check_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate,
+                                            upipe_view up, upipe_view dy)
+{
+    UPIPE_TRY(upi_check_gate_kind(c, "gate_bwd", kind));
+    UPIPE_TRY(upi_row_check(c, "gate_bwd", "dy", dy));
+    UPIPE_TRY(upi_row_check_like(c, "gate_bwd", "gate", gate, dy, dy.d));
+    UPIPE_TRY(upi_row_check_like(c, "gate_bwd", "up", up, dy, dy.d));
     if (dy.n > 0 && (gate.data == up.data || gate.data == dy.data || up.data == dy.data))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s are the same memory", call,
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "gate_bwd: %s are the same memory",
                           gate.data == up.data   ? "gate and up"
                           : gate.data == dy.data ? "gate and dy"
                                                  : "up and dy");
@@ -370,7 +371,7 @@ UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
         !upi_adamw_number(a->grad_scale, -INFINITY))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: rate %g, eps %g, decay %g, gradients times %g",
                           a->rate, a->eps, a->decay, a->grad_scale);
-    if (a->copy != NULL && !upipe_dtype_built(c->ops, &a->copy_dtype))
+    if (a->copy != NULL && !upipe_dtype_built(&a->copy_dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
                           upipe_enum_number(&a->copy_dtype, sizeof a->copy_dtype));
     if (a->n == 0) return UPIPE_OK;

@@ -199,9 +199,10 @@ UPIPE_API upipe_status upi_dry_sum(upipe_ctx *c, upipe_view dst, const float *sr
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_dry_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
+UPIPE_API upipe_status upi_dry_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate,
+                                    upipe_view up)
 {
-    (void)y;
+    (void)kind, (void)y;
     return upi_dry_cast(c, gate, up);
 }
 
@@ -279,13 +280,8 @@ UPIPE_API upipe_status upipe_dry_init(upipe_dry *dry, const upipe_plan *plan, co
     dry->ops.sum = upi_dry_sum;
     dry->ops.add = upi_dry_cast;
     dry->ops.scale = upi_dry_scale;
-    dry->ops.swiglu = upi_dry_swiglu;
-    dry->ops.swiglu_bwd = upi_dry_swiglu;
-    /* a table of sizes alone does not say what the whole one lacks */
-    if (ops->swiglu == NULL || ops->geglu != NULL) dry->ops.geglu = upi_dry_swiglu;
-    if (ops->swiglu == NULL || ops->geglu_bwd != NULL) dry->ops.geglu_bwd = upi_dry_swiglu;
-    if (ops->swiglu == NULL || ops->glu != NULL) dry->ops.glu = upi_dry_swiglu;
-    if (ops->swiglu == NULL || ops->glu_bwd != NULL) dry->ops.glu_bwd = upi_dry_swiglu;
+    dry->ops.gate = upi_dry_gate;
+    dry->ops.gate_bwd = upi_dry_gate;
     dry->ops.cross_entropy = upi_dry_cross_entropy;
     dry->ops.embed = upi_dry_embed;
     dry->ops.embed_bwd = upi_dry_embed;
@@ -388,7 +384,7 @@ UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int
 
 /* upipe_dry_gated_block -- a training step as upipe_dry_block's with the projection of upipe_out_gate.h: the gate's part of
  *                          the gradient of x takes y's place, which goes back to the pool at the end
- *   dx_in_place, errors    as upipe_dry_block; UNSUPPORTED: a table without glu
+ *   dx_in_place, errors    as upipe_dry_block
  */
 UPIPE_API upipe_status upipe_dry_gated_block(upipe_dry *dry, const upipe_layer *l, int dx_in_place)
 {

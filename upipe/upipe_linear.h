@@ -187,12 +187,9 @@ UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, const upipe_linear_ops *ru
     const upipe_view q = a->q;
     const int dtype = upipe_enum_number(&q.dtype, sizeof q.dtype);
     const int32_t h = a->v.h, d = a->v.d;
-    if (dtype < 0 || dtype > UPIPE_F16)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                          "linear attention: data type %d is none of f32, bf16 and f16", dtype);
-    if (dtype == UPIPE_F16 && !c->ops->f16)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear attention: %s does not take f16",
-                          c->ops->name);
+    if (dtype < 0 || dtype > UPIPE_BF16)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: data type %d is neither f32 nor bf16",
+                          dtype);
     if (q.n < 0 || q.h < 1 || h < 1 || h % q.h != 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: %lld tokens, %d heads over %d key heads",
                           (long long)q.n, h, q.h);
@@ -243,7 +240,7 @@ UPIPE_API size_t upipe_linear_bytes(upipe_ctx *c, const upipe_linear_ops *rules,
 }
 
 /* upipe_linear_fwd -- o and the state behind the last token
- *   errors  ARG (shapes, too little scratch), UNSUPPORTED (dims, f16, a chunk above rules->chunk_max), the gemm's
+ *   errors  ARG (shapes, too little scratch), UNSUPPORTED (dims, a chunk above rules->chunk_max), the gemm's
  *   order   enqueued on ctx->stream
  */
 UPIPE_API upipe_status upipe_linear_fwd(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a)

@@ -65,7 +65,14 @@ typedef struct upipe_rope {
     int interleaved, inverse;
 } upipe_rope;
 
-/* The numbers of gelu by tanh: 2u = z * (UPIPE_GELU_ONE + UPIPE_GELU_CUBE * z^2), see the table's geglu. */
+/* upipe_gate_kind -- what is done with a gate z before it multiplies
+ *   silu     z / (1 + exp(-z))
+ *   gelu     by tanh: z / 2 * (1 + tanh(u)) = z / (1 + exp(-2u)), where u = sqrt(2 / pi) * (z + 0.044715 * z^3)
+ *   sigmoid  1 / (1 + exp(-z))
+ */
+typedef enum upipe_gate_kind { UPIPE_GATE_SILU, UPIPE_GATE_GELU, UPIPE_GATE_SIGMOID } upipe_gate_kind;
+
+/* The numbers of gelu: 2u = z * (UPIPE_GELU_ONE + UPIPE_GELU_CUBE * z^2). */
 #define UPIPE_GELU_ONE  1.5957691216057308f /* 2 sqrt(2 / pi) */
 #define UPIPE_GELU_CUBE 0.0713548162726002f /* of that 0.044715 */
 
@@ -122,7 +129,6 @@ typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
     void *host;       /* the host's own, for entries that it has set; the library never looks at it */
-    int f16;          /* nonzero: accepts views of f16 */
     int attn_can;     /* what its attention supports beyond causal masks and equal head dims: UPIPE_ATTN_* */
     int attn_reads_o; /* nonzero: attn_bwd reads O, upipe_attn.o; blocks then keep O, and send it beside dO */
     size_t loss_bytes; /* of the default tile of logits, where it is more than the paper's square */
@@ -187,17 +193,11 @@ typedef struct upipe_ops {
     /* y = factor * x, element by element, rounded once; equal shapes, any types. y may be x. */
     upipe_status (*scale)(upipe_ctx *c, upipe_view y, upipe_view x, float factor);
 
-    /* y = silu(gate) * up, where silu(z) = z / (1 + exp(-z)); y may be gate or up. */
-    upipe_status (*swiglu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
+    /* y = kind(gate) * up; y may be gate or up. */
+    upipe_status (*gate)(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate, upipe_view up);
     /* Its backward, in place: gate and up become their gradients. */
-    upipe_status (*swiglu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
-    /* The same with gelu by tanh in silu's place: z / 2 * (1 + tanh(u)) = z / (1 + exp(-2u)), where u = sqrt(2 / pi) *
-     * (z + 0.044715 * z^3). A table may lack both: NULL. */
-    upipe_status (*geglu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
-    upipe_status (*geglu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
-    /* The same with the sigmoid alone: y = up / (1 + exp(-gate)). A table may lack both: NULL. */
-    upipe_status (*glu)(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up);
-    upipe_status (*glu_bwd)(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy);
+    upipe_status (*gate_bwd)(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate, upipe_view up,
+                             upipe_view dy);
     upipe_status (*cross_entropy)(upipe_ctx *c, const upipe_cross_entropy *x);
 
     /* x[i] = table[tokens[i]]; x [n][1][D], table [V][1][D] of any types. tokens: the device's memory. */

@@ -21,12 +21,12 @@
 #include "upipe_stage.h"
 
 /* z: the gate of a tile, and its gradient; u: what is gated, and its gradient; [n][H*v_dim]. o: O of the heads of one
- * stage and rank. dwo, dwg: where gradients are summed in f32, NULL without. */
+ * stage and rank. */
 typedef struct upi_gated {
     upipe_pass pass;
     upi_tile tile;
     size_t work_bytes;
-    void *z, *u, *o, *dwo, *dwg;
+    void *z, *u, *o;
 } upi_gated;
 
 UPIPE_API int32_t upi_gated_width(const upi_gated *g)
@@ -118,8 +118,6 @@ UPIPE_API upipe_status upi_gated_check(upipe_ctx *c, upi_gated *g, const upipe_l
     UPIPE_TRY(upi_check_out(c, l, y, save));
     UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
     if (l->wg == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wg is NULL");
-    if (c->ops->glu == NULL || c->ops->glu_bwd == NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "a gated output: the table has no glu");
     memset(g, 0, sizeof *g);
     upipe_pass_init(NULL, &g->pass, l, NULL);
     return UPIPE_OK;
@@ -161,8 +159,8 @@ UPIPE_API upipe_status upi_gated_make(upipe_ctx *c, const upi_gated *g, void *to
                              UPIPE_GEMM_TRANS_B));
     for (head = 0; to != NULL && head < p->desc.heads; head += n) {
         n = upipe_plan_q_place(p, head, &stage, &rank).count;
-        UPIPE_TRY(c->ops->glu(c, upi_gated_heads(g, to, head, n), upi_gated_heads(g, g->z, head, n),
-                              upi_gated_slot(g, o, stage, rank)));
+        UPIPE_TRY(c->ops->gate(c, UPIPE_GATE_SIGMOID, upi_gated_heads(g, to, head, n),
+                               upi_gated_heads(g, g->z, head, n), upi_gated_slot(g, o, stage, rank)));
     }
     return UPIPE_OK;
 }
@@ -190,7 +188,7 @@ UPIPE_API upipe_status upi_gated_fwd(upipe_ctx *c, upi_gated *g, upipe_view y, c
  *   save    of upipe_layer_fwd; O is read, and stays
  *   x       the forward's
  *   bytes   a tile's gate (tile rows * H * v_dim), one tile in f32 (none for f32 storage) and the scratch of a product
- *   errors  ARG, MEMORY; UNSUPPORTED: a table without glu. The team is then aborted, and the pool as before
+ *   errors  ARG, MEMORY, the table's. The team is then aborted, and the pool as before
  */
 UPIPE_API upipe_status upipe_gated_out_fwd(upipe_ctx *c, const upipe_layer *l, upipe_view y,
                                            const upipe_saved *save, upipe_view x)
@@ -207,26 +205,6 @@ UPIPE_API upipe_status upipe_gated_out_fwd(upipe_ctx *c, const upipe_layer *l, u
 }
 
 /* ---- backward ---- */
-
-/* Where dw, n elements of the layer's grad_dtype, is summed in f32: in place if it is f32. */
-UPIPE_API upipe_status upi_gated_sum_begin(upipe_ctx *c, const upi_gated *g, void **sum, void *dw,
-                                           const char *tag)
-{
-    const size_t bytes = (size_t)(upi_gated_width(g) * g->pass.plan->desc.model_dim) * 4;
-    *sum = dw;
-    if (dw == NULL || g->pass.layer->grad_dtype == UPIPE_F32) return UPIPE_OK;
-    UPIPE_TRY(upipe_alloc(c, sum, bytes, UPIPE_USE_GRAD, tag));
-    return c->ops->zero(c, *sum, bytes);
-}
-
-UPIPE_API upipe_status upi_gated_sum_end(upipe_ctx *c, const upi_gated *g, void *sum, void *dw)
-{
-    const int64_t n = g->pass.plan->desc.model_dim;
-    if (sum == dw) return UPIPE_OK;
-    UPIPE_TRY(c->ops->add(c, upipe_view_packed(dw, g->pass.layer->grad_dtype, n, 1, upi_gated_width(g)),
-                          upipe_view_packed(sum, UPIPE_F32, n, 1, upi_gated_width(g))));
-    return upipe_free(c, sum);
-}
 
 /* From u, the gradient of what is gated: z becomes its gradient, O that of O, in `to`; delta. */
 UPIPE_API upipe_status upi_gated_bwd_heads(upipe_ctx *c, const upi_gated *g, upipe_saved *save,
@@ -246,8 +224,8 @@ UPIPE_API upipe_status upi_gated_bwd_heads(upipe_ctx *c, const upi_gated *g, upi
         copy = to->data != save->out.data ? dout : upipe_view_packed(g->o, o.dtype, rows, n, o.d);
         UPIPE_TRY(c->ops->cast(c, copy, o));
         if (copy.data != dout.data) o = copy;
-        UPIPE_TRY(
-            c->ops->glu_bwd(c, upi_gated_heads(g, g->z, head, n), dout, upi_gated_heads(g, g->u, head, n)));
+        UPIPE_TRY(c->ops->gate_bwd(c, UPIPE_GATE_SIGMOID, upi_gated_heads(g, g->z, head, n), dout,
+                                   upi_gated_heads(g, g->u, head, n)));
         UPIPE_TRY(c->ops->rowdot(c, upipe_view_rows(delta, row, rows), o, dout));
     }
     return UPIPE_OK;
@@ -259,19 +237,22 @@ UPIPE_API upipe_status upi_gated_bwd_tile(upipe_ctx *c, const upi_gated *g, upip
 {
     enum { BY_TOKENS = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE };
     const upipe_plan_desc *d = &g->pass.plan->desc;
+    const upipe_grads *grads = g->pass.grads;
     const int64_t width = upi_gated_width(g);
     const upipe_view z = upi_gated_tile(g, g->z), u = upi_gated_tile(g, g->u);
     upipe_view x_tile = upipe_view_rows(x, g->tile.at.row, g->tile.at.n);
     dy = upipe_view_rows(dy, g->tile.at.row, g->tile.at.n);
-    UPIPE_TRY(upi_gated_make(c, g, g->dwo != NULL ? g->u : NULL, &save->out, x));
-    if (g->dwo != NULL)
-        UPIPE_TRY(upi_gated_gemm(c, g, upipe_view_packed(g->dwo, UPIPE_F32, d->model_dim, 1, (int32_t)width),
-                                 dy, u, BY_TOKENS));
+    UPIPE_TRY(upi_gated_make(c, g, grads->wo != NULL ? g->u : NULL, &save->out, x));
+    if (grads->wo != NULL)
+        UPIPE_TRY(upi_gated_gemm(c, g,
+                                 upipe_view_packed(grads->wo, UPIPE_F32, d->model_dim, 1, (int32_t)width), dy,
+                                 u, BY_TOKENS));
     UPIPE_TRY(upi_gated_gemm(c, g, u, dy, upi_gated_matrix(g, g->pass.layer->wo, d->model_dim, width), 0));
     UPIPE_TRY(upi_gated_bwd_heads(c, g, save, to));
-    if (g->dwg != NULL)
-        UPIPE_TRY(upi_gated_gemm(c, g, upipe_view_packed(g->dwg, UPIPE_F32, width, 1, (int32_t)d->model_dim),
-                                 z, x_tile, BY_TOKENS));
+    if (grads->wg != NULL)
+        UPIPE_TRY(upi_gated_gemm(c, g,
+                                 upipe_view_packed(grads->wg, UPIPE_F32, width, 1, (int32_t)d->model_dim), z,
+                                 x_tile, BY_TOKENS));
     UPIPE_TRY(upi_gated_gemm(c, g, g->tile.sum, upipe_view_heads(z, d->heads), upi_gated_wg(g), 0));
     return g->tile.buf != NULL ? c->ops->cast(c, g->tile.out, g->tile.sum) : UPIPE_OK;
 }
@@ -294,12 +275,8 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, upipe_saved *sa
         c, &g->o,
         c->ops->attn_reads_o ? 0 : (size_t)(g->pass.tile_rows * p->per_rank * p->desc.v_dim) * element,
         UPIPE_USE_SCRATCH, "out_tile"));
-    UPIPE_TRY(upi_gated_sum_begin(c, g, &g->dwo, grads->wo, "dwo_sum"));
-    UPIPE_TRY(upi_gated_sum_begin(c, g, &g->dwg, grads->wg, "dwg_sum"));
     if (grads->bo != NULL) UPIPE_TRY(c->ops->bias_bwd(c, grads->bo, dy));
     while (upi_tile_next(c, &g->pass, &g->tile, dx)) UPIPE_TRY(upi_gated_bwd_tile(c, g, save, &to, dy, x));
-    UPIPE_TRY(upi_gated_sum_end(c, g, g->dwg, grads->wg));
-    UPIPE_TRY(upi_gated_sum_end(c, g, g->dwo, grads->wo));
     UPIPE_TRY(upipe_free(c, g->o));
     UPIPE_TRY(upipe_free(c, g->u));
     UPIPE_TRY(upi_gated_end(c, g));
@@ -318,8 +295,8 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, upipe_saved *sa
  *   x       the forward's
  *   bytes   delta (rows * H * 4), two tiles (rows * H * v_dim) and one of a stage and rank's heads (with attn_reads_o
  *           the new slots instead), one in f32 (none for f32 storage) and the scratch of a product. A tile has the
- *           layer's rows, rounded up to UPIPE_SUM_ROWS. With a grad_dtype that is not f32 also dWo and dWg in f32
- *   errors  ARG, MEMORY; UNSUPPORTED: a table without glu. The team is then aborted, and save is valid for
+ *           layer's rows, rounded up to UPIPE_SUM_ROWS
+ *   errors  ARG, MEMORY, the table's. The team is then aborted, and save is valid for
  *           upipe_saved_free alone
  */
 UPIPE_API upipe_status upipe_gated_out_bwd(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads,

@@ -17,10 +17,8 @@
  *     upipe_scan s = {0};
  *     s.plan = &plan; s.heads = 32; s.key_dim = s.value_dim = 128; s.stage_heads = 4;
  *     s.fwd = my_rule_fwd; s.bwd = my_rule_bwd; s.user = &my;
- *     upipe_scan_halo_fwd(&ctx, ctx.team, &s, before, x, NULL);     rows before this rank's, for a short convolution
  *     upipe_scan_fwd(&ctx, ctx.team, &s, &states, NULL);            states at this rank's first token, for the backward
  *     upipe_scan_bwd(&ctx, ctx.team, &s, &states, NULL);
- *     upipe_scan_halo_bwd(&ctx, ctx.team, &s, dx, dbefore, NULL);
  *
  * Which ranks: neighbours hold neighbouring tokens, so the layout is contiguous. The communicator is the team, the
  * ring, or both as one world, where ranks of a team are neighbours. Sequences of a batch: a call each.
@@ -68,52 +66,6 @@ UPIPE_API upipe_status upipe_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upip
 {
     return upi_scan_bwd(c, comm, s, states != NULL ? states->data : NULL, carry,
                         states != NULL ? &states->given : NULL);
-}
-
-/* upipe_scan_halo_fwd -- the rows before this rank's
- *   before  [halo][1][width], packed, written: rows of this rank's first document that other ranks hold, and zeros before
- *           them
- *   x       [tokens of this rank][1][width], packed, of the same type
- *   carry   NULL, or on rank 0 like before: the rows before the first of all, which become the last ones of all. On other
- *           ranks its data is not accessed, and it is NULL where rank 0's is
- *   bytes   none of the pool; sends upipe_scan_halo_fwd_sent
- *   errors  as upipe_scan_fwd; UNSUPPORTED where a rank has fewer tokens than the halo
- */
-UPIPE_API upipe_status upipe_scan_halo_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s,
-                                           upipe_view before, upipe_view x, const upipe_view *carry)
-{
-    upi_scan_pass p;
-    int64_t mark;
-    upipe_status status;
-    UPIPE_TRY(upi_scan_check_halo(c, comm, s, before, x, carry));
-    mark = upipe_mem_mark(c->mem);
-    upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, s->halo, (int64_t)upi_scan_row(x), carry != NULL, NULL);
-    if (status == UPIPE_OK) status = upi_scan_halo_fwd_run(c, &p, before, x, carry);
-    return upi_scan_end(c, status, mark, comm);
-}
-
-/* upipe_scan_halo_bwd -- its gradient goes back: the last rows of dx += what the next rank has for them
- *   dx       [tokens of this rank][1][width], packed: the gradient of x through this rank's own rows
- *   dbefore  [halo][1][width], packed: that of `before`
- *   carry    NULL, or on the last rank like dbefore: the gradient of the last rows of all, which becomes that of the rows
- *            before the first one. On other ranks as in the forward
- *   bytes    halo rows of the pool; sends upipe_scan_halo_bwd_sent
- *   errors   as upipe_scan_halo_fwd
- */
-UPIPE_API upipe_status upipe_scan_halo_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, upipe_view dx,
-                                           upipe_view dbefore, const upipe_view *carry)
-{
-    upi_scan_pass p;
-    int64_t mark;
-    upipe_status status;
-    UPIPE_TRY(upi_scan_check_halo(c, comm, s, dbefore, dx, carry));
-    mark = upipe_mem_mark(c->mem);
-    upi_scan_begin(&p, comm, s);
-    status =
-        upi_scan_agree(c, comm, s, UPI_SCAN_BWD, s->halo, (int64_t)upi_scan_row(dx), carry != NULL, NULL);
-    if (status == UPIPE_OK) status = upi_scan_halo_bwd_run(c, &p, dx, dbefore, carry);
-    return upi_scan_end(c, status, mark, comm);
 }
 
 #endif

@@ -30,7 +30,7 @@ enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits 
  *   post_norm_weight  f32 [D]: RMS norm of the MLP's result, before x is added; NULL = none
  *   norm_eps     of these norms; 0 without any
  *   hidden       width of the hidden layer, F
- *   gelu         nonzero: gelu by tanh (the table's geglu) of the gate, otherwise silu
+ *   gelu         nonzero: gelu by tanh of the gate (UPIPE_GATE_GELU), otherwise silu
  *   residual     nonzero: x is added to the result
  *   result_scale the result is multiplied by it before x is added; 0 = 1
  *   tile_bytes   limit of a tile's tensors, without the product's scratch, at least that of UPIPE_SUM_ROWS
@@ -119,8 +119,6 @@ UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe
     UPIPE_TRY(upi_tiles_check(c, call, "x", x, like));
     if (m == NULL || m->w_gate == NULL || m->w_up == NULL || m->w_down == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: the MLP, w_gate, w_up or w_down is NULL", call);
-    if (m->gelu && (c->ops->geglu == NULL || c->ops->geglu_bwd == NULL))
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: the table has no geglu", call);
     if (m->hidden < 1 || m->hidden > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: a hidden layer of %lld elements", call,
                           (long long)m->hidden);
@@ -171,11 +169,9 @@ UPIPE_API upipe_status upi_mlp_project(upipe_ctx *c, const upipe_mlp *m, const u
                         UPIPE_GEMM_TRANS_B, buf->work, t->work_bytes);
 }
 
-/* y = silu(gate) * up, or gelu's. */
-UPIPE_API upipe_status upi_mlp_hidden(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view gate,
-                                      upipe_view up)
+UPIPE_API upipe_gate_kind upi_mlp_kind(const upipe_mlp *m)
 {
-    return m->gelu ? c->ops->geglu(c, y, gate, up) : c->ops->swiglu(c, y, gate, up);
+    return m->gelu ? UPIPE_GATE_GELU : UPIPE_GATE_SILU;
 }
 
 UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view x)
@@ -189,7 +185,7 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
         upipe_view from = upipe_view_rows(x, at.row, at.n), to = upipe_view_rows(y, at.row, at.n);
         upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d), normed, gate, up;
         UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
-        UPIPE_TRY(upi_mlp_hidden(c, m, gate, gate, up));
+        UPIPE_TRY(c->ops->gate(c, upi_mlp_kind(m), gate, gate, up));
         UPIPE_TRY(c->ops->gemm(c, sum, gate, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden),
                                UPIPE_GEMM_TRANS_B, buf.work, t.work_bytes));
         if (m->post_norm_weight != NULL)
@@ -205,7 +201,7 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
  *   y       [rows][1][D] view of x's type, written; may be x, otherwise does not overlap it
  *   x       [rows][1][D] view
  *   bytes   allocates upipe_mlp_bytes(..., 0)
- *   errors  ARG, MEMORY; UNSUPPORTED: a table without geglu; the pool is as before
+ *   errors  ARG, MEMORY, the table's; the pool is as before
  *   paper   sections 2.3 (feed-forward) and 4 (tiles)
  */
 UPIPE_API upipe_status upipe_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view y, upipe_view x)
@@ -276,7 +272,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
         upipe_view hidden = upipe_view_packed(buf.wide[2], x.dtype, at.n, 1, (int32_t)m->hidden);
         UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
         if (g->w_down != NULL || m->post_norm_weight != NULL)
-            UPIPE_TRY(upi_mlp_hidden(c, m, hidden, gate, up));
+            UPIPE_TRY(c->ops->gate(c, upi_mlp_kind(m), hidden, gate, up));
         if (upi_mlp_is_changed(m)) UPIPE_TRY(upi_mlp_post_back(c, m, &t, &buf, sum, g, &above, hidden));
         if (g->w_down != NULL)
             UPIPE_TRY(c->ops->gemm(c, upipe_view_packed(g->w_down, UPIPE_F32, x.d, 1, (int32_t)m->hidden),
@@ -284,7 +280,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
                                    t.work_bytes));
         UPIPE_TRY(c->ops->gemm(c, hidden, above, upi_tiles_weight(m->w_down, x.dtype, x.d, m->hidden), 0,
                                buf.work, t.work_bytes));
-        UPIPE_TRY(m->gelu ? c->ops->geglu_bwd(c, gate, up, hidden) : c->ops->swiglu_bwd(c, gate, up, hidden));
+        UPIPE_TRY(c->ops->gate_bwd(c, upi_mlp_kind(m), gate, up, hidden));
         UPIPE_TRY(upi_mlp_back(c, m, &t, &buf, sum, g, normed, gate, up));
         if (m->residual && below.data != result.data) UPIPE_TRY(c->ops->cast(c, below, result));
         if (m->norm_weight != NULL)

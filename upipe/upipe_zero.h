@@ -61,12 +61,13 @@ UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
                           z->rank, z->ranks, z->world->rank, z->world->ranks);
     if (z->stage < 0 || z->stage >= UPIPE_ZERO_STAGES)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: stage %d; there are 0 to 3", z->stage);
-    if (z->dtype != UPIPE_F32 && z->dtype != UPIPE_BF16)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "zero: parameters are f32 or bf16, not %s",
-                          upipe_dtype_name_of(&z->dtype));
-    if (z->sent != UPIPE_F32 && z->sent != UPIPE_BF16)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "zero: gradients are sent as f32 or bf16, not %s",
-                          upipe_dtype_name_of(&z->sent));
+    if (!upipe_dtype_built(&z->dtype))
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "zero: parameters are f32 or bf16, not type %d",
+                          upipe_enum_number(&z->dtype, sizeof z->dtype));
+    if (!upipe_dtype_built(&z->sent))
+        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
+                          "zero: gradients are sent as f32 or bf16, not as type %d",
+                          upipe_enum_number(&z->sent, sizeof z->sent));
     if (upi_zero_strip(z) > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a strip of %zu bytes", z->strip);
     if (z->units < 0 || z->first == NULL || z->first[0] != 0)

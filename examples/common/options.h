@@ -261,11 +261,9 @@ static const flag_row flag_rows[] = {
      "print the memory by component and what a token adds to it; train nothing"},
 
     /* where, and what is held */
-    {"dtype", "f32|bf16", IN_TRAIN | IN_LOGITS, in_memory, FLAG_CHOICE, AT(dtype), 0, 0, "f32", FLAG_DATA,
+    {"dtype", "f32|bf16", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_memory, FLAG_CHOICE, AT(dtype), 0, 0, "f32", FLAG_DATA,
      "storage of activations and weights"},
     {"dtype", "f32|bf16", IN_PLAN, in_memory, FLAG_CHOICE, AT(dtype), 0, 0, "bf16", 0,
-     "storage of activations and weights"},
-    {"dtype", "f32|bf16|f16", IN_COMPARE, in_memory, FLAG_CHOICE, AT(dtype), 0, 0, "f32", 0,
      "storage of activations and weights"},
     {"device", "cpu|cuda", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_memory, FLAG_CHOICE, AT(device), 0, 0, "cpu", 0,
      "where the ranks compute; cuda: a GPU that a process's ranks share"},

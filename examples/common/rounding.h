@@ -25,11 +25,10 @@ static inline double rounding_bound(double roundings)
 
 /* The relative L2 error that a sound result stays below: each element is the end of a few sums (projection, scores,
  * attention, projection) in parts, which are added again. Roundings walk at random over the longest of these chains,
- * and over as many roundings to the storage type, 2^-9 each in bf16 and 2^-12 in f16, that attention's backward may
- * amplify. */
+ * and over as many roundings to the storage type, 2^-9 each in bf16, that attention's backward may amplify. */
 static inline double rounding_block(const upipe_plan_desc *d)
 {
-    const double storage = d->dtype == UPIPE_BF16 ? 0x1p-9 : d->dtype == UPIPE_F16 ? 0x1p-12 : 0;
+    const double storage = d->dtype == UPIPE_BF16 ? 0x1p-9 : 0;
     double longest = (double)d->batch * (double)d->tokens + (double)d->model_dim;
     longest += (double)(d->heads + (int64_t)d->kv_heads) * d->head_dim + (double)d->kv_heads * d->v_dim;
     if (longest > ROUNDING_PART_MOST) longest = ROUNDING_PART_MOST + longest / ROUNDING_PART_MOST;

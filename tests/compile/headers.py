@@ -35,7 +35,7 @@ POSIX = ['-D_POSIX_C_SOURCE=200809L']
 SIMD = {
     '': ([], '.'),
     ' with AVX2': (['-mavx2', '-mfma'], 'x86_64|amd64'),
-    ' with AVX-512': (['-mavx512f', '-mavx2', '-mfma', '-mf16c'], 'x86_64|amd64'),
+    ' with AVX-512': (['-mavx512f', '-mavx2', '-mfma'], 'x86_64|amd64'),
     ' with portable vectors': (['-DUPIPE_CPU_PORTABLE'], 'aarch64'),
     ' without vectors': (['-DUPIPE_CPU_SCALAR'], '.'),
 }

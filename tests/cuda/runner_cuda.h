@@ -219,7 +219,7 @@ static void cuda_rank_open(cuda_state *s, cuda_rank *me, size_t *bytes)
     n = (size_t)block_count(shape, "wg");
     if (n > 0) {
         l->wg = me->wg = cuda_buf(bytes, n * upipe_dtype_bytes(shape->dtype));
-        me->own->dwg = cuda_buf(bytes, n * 4);
+        me->own->dwg = (float *)cuda_buf(bytes, n * 4);
         device_put(&me->d, me->wg, run_narrow(shape->dtype, s->run.in->wg, (int64_t)n),
                    n * upipe_dtype_bytes(shape->dtype));
         CHECK_STATUS(me->d.ops.zero(&me->d.c, me->own->dwg, n * 4), UPIPE_OK, me->d.c.err);

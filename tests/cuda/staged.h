@@ -211,23 +211,11 @@ STAGED(add, (VIEW(y), VIEW(x)), staged_view(y), staged_view(x))
 static upipe_status staged_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
 STAGED(scale, (VIEW(y), VIEW(x)), staged_view(y), staged_view(x), factor)
 
-static upipe_status staged_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-STAGED(swiglu, (VIEW(y), VIEW(gate), VIEW(up)), staged_view(y), staged_view(gate), staged_view(up))
+static upipe_status staged_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate, upipe_view up)
+STAGED(gate, (VIEW(y), VIEW(gate), VIEW(up)), kind, staged_view(y), staged_view(gate), staged_view(up))
 
-static upipe_status staged_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-STAGED(swiglu_bwd, (VIEW(gate), VIEW(up), VIEW(dy)), staged_view(gate), staged_view(up), staged_view(dy))
-
-static upipe_status staged_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-STAGED(geglu, (VIEW(y), VIEW(gate), VIEW(up)), staged_view(y), staged_view(gate), staged_view(up))
-
-static upipe_status staged_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-STAGED(geglu_bwd, (VIEW(gate), VIEW(up), VIEW(dy)), staged_view(gate), staged_view(up), staged_view(dy))
-
-static upipe_status staged_glu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-STAGED(glu, (VIEW(y), VIEW(gate), VIEW(up)), staged_view(y), staged_view(gate), staged_view(up))
-
-static upipe_status staged_glu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-STAGED(glu_bwd, (VIEW(gate), VIEW(up), VIEW(dy)), staged_view(gate), staged_view(up), staged_view(dy))
+static upipe_status staged_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate, upipe_view up, upipe_view dy)
+STAGED(gate_bwd, (VIEW(gate), VIEW(up), VIEW(dy)), kind, staged_view(gate), staged_view(up), staged_view(dy))
 
 static upipe_status staged_embed(upipe_ctx *c, upipe_view x, upipe_view table, const int32_t *tokens)
 STAGED(embed, (VIEW(x), VIEW(table), FLOATS(tokens, x.n)), staged_view(x), staged_view(table),
@@ -364,8 +352,7 @@ static void staged_open(device *d)
 #define STAGED(entry) staged.ops.entry = staged_##entry
     STAGED(sync), STAGED(copy), STAGED(zero), STAGED(cast), STAGED(gemm), STAGED(gemm_bytes), STAGED(rope);
     STAGED(rmsnorm), STAGED(rmsnorm_bwd), STAGED(bias_bwd), STAGED(rowdot), STAGED(sum), STAGED(add);
-    STAGED(scale), STAGED(swiglu), STAGED(swiglu_bwd), STAGED(geglu), STAGED(geglu_bwd), STAGED(glu),
-        STAGED(glu_bwd), STAGED(cross_entropy);
+    STAGED(scale), STAGED(gate), STAGED(gate_bwd), STAGED(cross_entropy);
     STAGED(embed), STAGED(embed_bwd), STAGED(total);
     STAGED(adamw), STAGED(attn_fwd), STAGED(attn_bwd), STAGED(attn_bytes);
 #undef STAGED

@@ -132,9 +132,9 @@ int main(int argc, char **argv)
     app_linear(&rules);
     test_begin(argc, argv);
     TEST(check_drawn(BRIEF ? 2 : test_full() ? 12 : 4));
-    TEST(check_bits(UPIPE_BF16));
+    TEST(check_bits());
     TEST(check_documents());
-    TEST(check_types(UPIPE_BF16));
+    TEST(check_types());
     TEST(check_golden_states());
     TEST(check_out_of_memory(9));
     TEST(check_plan());

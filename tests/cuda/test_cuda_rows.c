@@ -12,12 +12,11 @@ static void check_whole(const upipe_ops *ops)
     CHECK(ops->gemm && ops->gemm_bytes);
     CHECK(ops->attn_fwd && ops->attn_bwd && ops->attn_bytes);
     CHECK(ops->rope && ops->rmsnorm && ops->rmsnorm_bwd && ops->rowdot && ops->sum && ops->add && ops->scale);
-    CHECK(ops->swiglu && ops->swiglu_bwd && ops->geglu && ops->geglu_bwd && ops->glu && ops->glu_bwd &&
-          ops->cross_entropy && ops->embed && ops->embed_bwd);
+    CHECK(ops->gate && ops->gate_bwd && ops->cross_entropy && ops->embed && ops->embed_bwd);
     CHECK(ops->total && ops->adamw && ops->bias_bwd);
     /* and none that this list lacks */
     CHECK_INT(sizeof *ops,
-              (7 + 28) * sizeof(void *)); /* name, self, host, f16, attn_reads_o, loss_bytes, par */
+              (6 + 24) * sizeof(void *)); /* name, self, host, attn_can, attn_reads_o, loss_bytes, par */
     CHECK_INT(ops->attn_reads_o, 0);
 }
 

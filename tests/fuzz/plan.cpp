@@ -127,7 +127,6 @@ static upipe_ops table(void)
     upipe_ops ops;
     memset(&ops, 0, sizeof ops);
     ops.name = "none";
-    ops.f16 = 1;
     ops.attn_can = ~0;
     ops.gemm_bytes = gemm_bytes;
     ops.attn_bytes = attn_bytes;
@@ -148,7 +147,7 @@ static void refuse_view(int dtype)
     upipe_mlp m;
     upipe_attn a;
     upipe_view v = upipe_view_packed((void *)(uintptr_t)&any, UPIPE_F32, 4, 1, 32);
-    if (dtype >= 0 && dtype <= UPIPE_F16) return;
+    if (dtype >= 0 && dtype <= UPIPE_BF16) return;
     memset(&d, 0, sizeof d);
     d.tokens = 4;
     d.heads = 1;

@@ -29,7 +29,7 @@ static upipe_status unit_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 
 static inline void cpu_place(const upi_bf16_unit *unit)
 {
-    static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_F16};
+    static const upipe_dtype types[] = {UPIPE_F32, UPIPE_BF16, UPIPE_BF16};
     static const int layouts[ATTN_LAYOUTS] = {PACKED, HEAD_MAJOR, HEADS_INNER};
     attn_unit = unit;
     memset(&cpu_ops, 0, sizeof cpu_ops);
@@ -40,7 +40,6 @@ static inline void cpu_place(const upi_bf16_unit *unit)
     cpu_ops.attn_bytes = unit != NULL ? upi_attn_bf16_bytes : upi_cpu_attn_bytes;
     cpu_ops.rowdot = upi_cpu_rowdot;
     cpu_ops.attn_can = UPI_ATTN_CAN;
-    cpu_ops.f16 = 1;
     cpu_ctx.ops = &cpu_ops;
     memset(&here, 0, sizeof here);
     here.c = &cpu_ctx;

@@ -94,7 +94,7 @@ static void draw(test_rng *rng, drawn *d)
     if (!plain && test_below(rng, 2)) t->shape.tokens = parts * 2 + test_below(rng, 65 - 2 * (int)parts);
     if (test_below(rng, 30) == 0) t->shape.tokens = 1 + test_below(rng, (int)parts);
     t->shape.batch = 1 + (test_below(rng, 4) == 0);
-    t->shape.dtype = (upipe_dtype)test_below(rng, 3);
+    t->shape.dtype = (upipe_dtype)test_below(rng, 2);
     t->shape.full = test_below(rng, 3) == 0;
     t->shape.rope = test_below(rng, 3);
     t->shape.normed = test_below(rng, 4) == 0;

@@ -120,7 +120,6 @@ static inline int reference(const gemm_product *p)
                 got = get(p->out, i, j, n);
                 bound = (double)(p->depth * gemm_added(p) + 2) * 0x1.02p-24 * size;
                 if (p->out.dtype == UPIPE_BF16) bound += (fabs(exact) + bound) * 0x1.01p-8 + 0x1p-133;
-                if (p->out.dtype == UPIPE_F16) bound += (fabs(exact) + bound) * 0x1.01p-11 + 0x1p-25;
                 if (!(fabs(got - exact) <= bound)) {
                     CHECK_SAY(0, "out[%lld][%d][%lld] is %.9g, exactly %.9g, bound %g", (long long)i, j,
                               (long long)n, got, exact, bound);

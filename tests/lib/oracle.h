@@ -97,9 +97,7 @@ UNWATCHED static inline int64_t oracle_v_row(const oracle_attn *t, int64_t j, in
 /* x as the storage type would hold it. */
 static inline float naive_store(upipe_dtype dtype, float x)
 {
-    return dtype == UPIPE_F32    ? x
-           : dtype == UPIPE_BF16 ? upipe_bf16_to_f32(upipe_f32_to_bf16(x))
-                                 : upi_f16_to_f32(upi_f32_to_f16(x));
+    return dtype == UPIPE_F32 ? x : upipe_bf16_to_f32(upipe_f32_to_bf16(x));
 }
 
 /* A plain loop leaves two things open: where it begins, and whether the compiler fuses multiply and add. For

@@ -30,8 +30,7 @@ typedef struct run_case {
     upipe_ring_mode ring_mode;
     int dx_apart; /* dX beside x instead of in its place */
     int64_t tile_rows;
-    upipe_dtype grad_dtype; /* of the weights; results are f32 */
-    float begun;            /* what lies where a rank adds its gradients */
+    float begun; /* what lies where a rank adds its gradients */
     /* faults: a pool guard, asked on every rank */
     upipe_status (*guard)(void *user, size_t bytes, int use, const char *tag);
     void *guard_user[RUN_MAX];
@@ -59,7 +58,7 @@ typedef struct run_own {
     int blocks_max; /* exactly what the dry run says */
     float *host;    /* [host_n], its rows on their way, in memory of the host whatever the table */
     int64_t host_n;
-    void *dwg; /* where the output is gated: the weight's gradient */
+    float *dwg; /* where the output is gated: the weight's gradient */
 } run_own;
 
 typedef struct run_state {
@@ -111,12 +110,12 @@ static inline void *run_narrow(upipe_dtype dtype, const float *v, int64_t n)
     return p;
 }
 
-/* The same of one value. */
-static inline void *run_filled(upipe_dtype dtype, float value, int64_t n)
+/* n times one value. */
+static inline float *run_filled(float value, int64_t n)
 {
     float *values = floats(n);
     for (int64_t i = 0; i < n; ++i) values[i] = value;
-    return run_narrow(dtype, values, n);
+    return values;
 }
 
 /* Rows of a rank: [batch][S][width] in natural order <-> [batch][T][width] of the rank. */
@@ -181,17 +180,11 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     upipe_view x, y = {0}, dx, wide = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)dim);
     upipe_view q = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)hd);
     upipe_view o = upipe_view_packed(host, UPIPE_F32, p->rows, 1, (int32_t)ho);
-    void *data, *at[RUN_GRADS];
+    void *data;
     const int64_t wg_n = block_count(shape, "wg");
-    int narrow = s->test->grad_dtype != UPIPE_F32, j = 0;
-    for (int k = 0; k < RUN_GRADS; ++k) {
-        const int64_t n = block_count(shape, run_grads[k]);
-        at[k] = k < RUN_WEIGHTS && narrow  ? run_filled(s->test->grad_dtype, s->test->begun, n)
-                : k < RUN_WEIGHTS || n > 0 ? (void *)grads[k]
-                                           : NULL;
-    }
+    int j = 0;
     own->host = host;
-#define RUN_GRAD(name) g.name = at[j++];
+#define RUN_GRAD(name) g.name = j < RUN_WEIGHTS || block_count(shape, #name) > 0 ? grads[j] : NULL, ++j;
     RUN_GRADIENTS(RUN_GRAD)
     g.wg = shape->gated ? own->dwg : NULL;
 
@@ -254,17 +247,13 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
 
     for (j = 0; j < RUN_GRADS; ++j) {
         int64_t n = block_count(shape, run_grads[j]);
-        for (int64_t i = 0; j < RUN_WEIGHTS && narrow && i < n; ++i)
-            grads[j][i] = upipe_cpu_get(at[j], s->test->grad_dtype, i);
         /* every rank of the world has tokens of its own */
         UPIPE_TRY(upipe_all_reduce(c, world, grads[j], n));
         if (rank == 0 && n > 0) UPIPE_TRY(c->ops->copy(c, result[j], grads[j], (size_t)n * sizeof(float)));
     }
     if (shape->gated) {
-        float *sum = narrow ? floats(wg_n) : (float *)own->dwg;
-        for (int64_t i = 0; narrow && i < wg_n; ++i) sum[i] = upipe_cpu_get(own->dwg, s->test->grad_dtype, i);
-        UPIPE_TRY(upipe_all_reduce(c, world, sum, wg_n));
-        if (rank == 0) UPIPE_TRY(c->ops->copy(c, s->r->out.wg, sum, (size_t)wg_n * sizeof *sum));
+        UPIPE_TRY(upipe_all_reduce(c, world, own->dwg, wg_n));
+        if (rank == 0) UPIPE_TRY(c->ops->copy(c, s->r->out.wg, own->dwg, (size_t)wg_n * sizeof *own->dwg));
     }
     return c->ops->sync(c);
 }
@@ -306,7 +295,7 @@ static inline upipe_status run_body(void *user, int rank)
     upipe_ctx c = {0};
     test_rank = rank;
     for (int j = 0; j < RUN_GRADS; ++j)
-        grads[j] = (float *)run_filled(UPIPE_F32, s->test->begun, block_count(&s->test->shape, run_grads[j]));
+        grads[j] = run_filled(s->test->begun, block_count(&s->test->shape, run_grads[j]));
     context_pool(&c, &mem, &s->ops, slab_bytes, own->blocks_max);
     mem.guard = s->test->guard;
     mem.user = s->test->guard_user[rank];
@@ -370,8 +359,7 @@ static inline upipe_layer run_layer(const run_case *test)
                      .mask.borders.cu_seqlens_n = shape->cu_seqlens_n,
                      .mask.padded = shape->cu_seqlens != NULL,
                      .mask.softcap = (float)shape->softcap,
-                     .tile_rows = test->tile_rows,
-                     .grad_dtype = test->grad_dtype};
+                     .tile_rows = test->tile_rows};
     return l;
 }
 
@@ -468,7 +456,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         own->layer = run_layer_with(test, s->weights, in);
         own->layer.plan = &own->plan;
         if (shape->gated) own->layer.wg = run_narrow(shape->dtype, in->wg, block_count(shape, "wg"));
-        own->dwg = run_filled(test->grad_dtype, test->begun, block_count(shape, "wg"));
+        own->dwg = run_filled(test->begun, block_count(shape, "wg"));
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1 + s->ops.attn_reads_o);
         sent += upipe_plan_sent_ring(&own->plan, &own->layer.mask, 0) +

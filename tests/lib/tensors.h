@@ -153,10 +153,6 @@ static inline int gaps_whole(upipe_view v)
 /* An entry of c->ops with its arguments, which must take them. */
 #define CHECK_OP(call) CHECK_STATUS(c->ops->call, UPIPE_OK, c->err)
 
-/* Storage types that the table supports: UPIPE_F32 .. */
-static inline int types_of(const upipe_ctx *c)
-{
-    return c->ops->f16 ? 3 : 2;
-}
+enum { TYPES = UPIPE_BF16 + 1 }; /* storage types, from UPIPE_F32 on */
 
 #endif

@@ -4,7 +4,7 @@
  *     upipe_cpu_ops(&ops);
  *     ctx.ops = &ops;
  *
- * Compile with -march=native (or -mavx2 -mfma -mf16c) and -O2 for the fast kernels; upipe_cpu_simd.h lists
+ * Compile with -march=native (or -mavx2 -mfma) and -O2 for the fast kernels; upipe_cpu_simd.h lists
  * the instruction sets, and ops.name says which it is: "cpu-avx512", "cpu-avx2", "cpu-neon", "cpu-portable"
  * or "cpu-scalar". Links with the math library (-lm).
  *
@@ -45,7 +45,6 @@ UPI_CPU_OPS void upipe_cpu_ops(upipe_ops *ops)
 {
     memset(ops, 0, sizeof *ops);
     ops->name = upi_cpu_simd_name();
-    ops->f16 = 1;
     ops->attn_can = UPI_ATTN_CAN;
     ops->sync = upi_cpu_sync;
     ops->copy = upi_cpu_copy;
@@ -64,12 +63,8 @@ UPI_CPU_OPS void upipe_cpu_ops(upipe_ops *ops)
     ops->sum = upi_cpu_sum;
     ops->add = upi_cpu_add;
     ops->scale = upi_cpu_scale;
-    ops->swiglu = upi_cpu_swiglu;
-    ops->swiglu_bwd = upi_cpu_swiglu_bwd;
-    ops->geglu = upi_cpu_geglu;
-    ops->geglu_bwd = upi_cpu_geglu_bwd;
-    ops->glu = upi_cpu_glu;
-    ops->glu_bwd = upi_cpu_glu_bwd;
+    ops->gate = upi_cpu_gate;
+    ops->gate_bwd = upi_cpu_gate_bwd;
     ops->cross_entropy = upi_cpu_cross_entropy;
     ops->embed = upi_cpu_embed;
     ops->embed_bwd = upi_cpu_embed_bwd;

@@ -89,10 +89,8 @@ UPI_INLINE float *upi_attn_carve(float *base, size_t *used, int64_t count)
     do {                                \
         if ((dtype) == UPIPE_F32)       \
             f(__VA_ARGS__, UPIPE_F32);  \
-        else if ((dtype) == UPIPE_BF16) \
-            f(__VA_ARGS__, UPIPE_BF16); \
         else                            \
-            f(__VA_ARGS__, UPIPE_F16);  \
+            f(__VA_ARGS__, UPIPE_BF16); \
     } while (0)
 
 /* panel[k][lane] = rows[lane][k]; lanes from count on are 0. */

@@ -6,7 +6,7 @@
  * Where q, k, v are bf16, all products of attention are taken by AMX or else AVX512-BF16 (upipe_cpu_bf16.h).
  * Weights, and gradients of scores, are rounded to bf16 before they are multiplied with a matrix; the weights'
  * sum is that of the unrounded ones. The rest is as in upipe_cpu_attn_fwd.h and _bwd.h: blocks, panels, masks,
- * sections, merges, and who adds to dk and dv when. Calls with f32 or f16 go to those kernels.
+ * sections, merges, and who adds to dk and dv when. Calls with f32 go to those kernels.
  *
  * With queries in the lanes, as there, weights become an operand without a shuffle: two rows of keys are the
  * two halves of a row of pairs.

@@ -12,7 +12,7 @@
  * every step rounded to nearest, subnormal numbers read and written as 0. The rest of the promise holds: the
  * depth is cut into sums that depend on the kind of product alone (512 of it, 64 rows where it runs down the
  * rows of a stored a, one matrix where matrices are added up), which are added to c in order; rows, columns,
- * heads and threads change no bit. Products with f32 or f16 go to the table's own entry.
+ * heads and threads change no bit. Products with f32 go to the table's own entry.
  *
  * Packed a and b hold pairs, two bf16 of the depth in 32 bits: a [16 rows][pairs], b [pairs][16 columns], as both
  * instructions want them. A kernel computes 32 x 32 elements; a block of c lies in scratch as f32 meanwhile.

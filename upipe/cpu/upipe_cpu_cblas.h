@@ -5,7 +5,7 @@
  *     upipe_cpu_cblas(&ops);
  *
  * Only this header names cblas.h; the host links the library (-lopenblas, say) and sets its threads. Products
- * with bf16 or f16, and sizes that don't fit BLAS's int, still go to the built-in entry. What is lost:
+ * with bf16, and sizes that don't fit BLAS's int, still go to the built-in entry. What is lost:
  * BLAS gives no promise of equal bits when rows, columns or the depth are split differently, so results over
  * different numbers of ranks or stages agree within rounding only. Scratch is asked for as before; BLAS does
  * not use it.

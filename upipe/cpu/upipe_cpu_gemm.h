@@ -1,6 +1,6 @@
 /* upipe_cpu_gemm.h -- matrix product on the CPU        backend cpu, includes cpu_par, check
  *
- * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32, bf16 and f16, any strides.
+ * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32 and bf16, any strides.
  * The scheme is BLAS's usual one: pieces of a and b are packed as f32, a register tile of ROWS x COLS sums
  * runs over both, 8 x 48 with AVX-512 and 6 x 16 elsewhere.
  *
@@ -353,10 +353,8 @@ UPI_CPU_KERNEL void upi_gemm_pack_a(const upi_gemm_side *s, float *to, int64_t f
 {
     if (s->dtype == UPIPE_F32)
         upi_gemm_pack_a_as(s, to, first, last, k0, depth, UPIPE_F32);
-    else if (s->dtype == UPIPE_BF16)
-        upi_gemm_pack_a_as(s, to, first, last, k0, depth, UPIPE_BF16);
     else
-        upi_gemm_pack_a_as(s, to, first, last, k0, depth, UPIPE_F16);
+        upi_gemm_pack_a_as(s, to, first, last, k0, depth, UPIPE_BF16);
 }
 
 UPI_INLINE void upi_gemm_pack_b_as(const upi_gemm_side *s, float *to, int64_t first, int64_t last, int64_t k0,
@@ -373,10 +371,8 @@ UPI_CPU_KERNEL void upi_gemm_pack_b(const upi_gemm_side *s, float *to, int64_t f
 {
     if (s->dtype == UPIPE_F32)
         upi_gemm_pack_b_as(s, to, first, last, k0, depth, UPIPE_F32);
-    else if (s->dtype == UPIPE_BF16)
-        upi_gemm_pack_b_as(s, to, first, last, k0, depth, UPIPE_BF16);
     else
-        upi_gemm_pack_b_as(s, to, first, last, k0, depth, UPIPE_F16);
+        upi_gemm_pack_b_as(s, to, first, last, k0, depth, UPIPE_BF16);
 }
 
 /* ---- fetching ahead ---- */
@@ -583,8 +579,8 @@ UPI_INLINE void upi_gemm_strip(upi_gemm_block *t, int64_t first, int64_t last, i
     }
 }
 
-/* Rounds the finished sums of a block into a c of 16 bits. */
-UPI_INLINE void upi_gemm_round_as(const upi_gemm_block *t, upipe_dtype dtype)
+/* Rounds the finished sums of a block into a c of bf16. */
+UPI_CPU_KERNEL void upi_gemm_round(const upi_gemm_block *t)
 {
     const int64_t all = t->col1 - t->col0, stride = t->g->out.n_stride;
     int64_t i, j, at;
@@ -595,18 +591,10 @@ UPI_INLINE void upi_gemm_round_as(const upi_gemm_block *t, upipe_dtype dtype)
             void *c = upi_gemm_out(t, i, t->col0 + j, &rows, &cols);
             for (r = 0, at = 0; r < rows; ++r, sum += UPI_GEMM_COLS, at += stride) {
                 for (k = 0; k + UPI_LANES <= cols; k += UPI_LANES)
-                    upi_f8_put(c, dtype, at + k, upi_f8_load(sum + k));
-                for (; k < cols; ++k) upipe_cpu_put(c, dtype, at + k, sum[k]);
+                    upi_f8_put(c, UPIPE_BF16, at + k, upi_f8_load(sum + k));
+                for (; k < cols; ++k) upipe_cpu_put(c, UPIPE_BF16, at + k, sum[k]);
             }
         }
-}
-
-UPI_CPU_KERNEL void upi_gemm_round(const upi_gemm_block *t)
-{
-    if (t->g->out.dtype == UPIPE_BF16)
-        upi_gemm_round_as(t, UPIPE_BF16);
-    else
-        upi_gemm_round_as(t, UPIPE_F16);
 }
 
 /* Strips of rows times the part of the columns that is packed. pack_a: as they are reached

@@ -10,7 +10,7 @@
  * A row is d contiguous elements, walked a vector at a time; its last few ride in a vector filled up with
  * zeros, through the same instructions. So the bits of a row depend on its values alone: not on strides, nor on
  * its neighbours, nor on how tokens are split over calls or shared among threads. Arithmetic is f32, rounded
- * once where a bf16 or f16 is stored.
+ * once where a bf16 is stored.
  *
  * Threads of the host (ops.par) process items of some rows each. Sums over tokens keep their order: see
  * upi_cpu_rmsnorm_bwd.

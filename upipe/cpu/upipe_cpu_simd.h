@@ -5,7 +5,7 @@
  * the compiler may use, and upi_cpu_simd_name() says which:
  *
  *     avx512    16 wide    -mavx512f -mavx2 -mfma, or -march=native there
- *     avx2       8         -mavx2 -mfma; with -mf16c f16 is converted in hardware
+ *     avx2       8         -mavx2 -mfma
  *     neon       8         any aarch64: two registers of four lanes
  *     portable   8         the vector extensions of gcc and clang, lowered to what the target has; also with
  *                          UPIPE_CPU_PORTABLE defined
@@ -175,7 +175,7 @@ UPIPE_API const char *upi_cpu_simd_name(void)
                             : "cpu-portable";
 }
 
-/* ---- bf16 and f16, one element ---- */
+/* ---- bf16, one element ---- */
 
 UPI_INLINE uint32_t upi_bits_of_f32(float f)
 {
@@ -203,27 +203,6 @@ UPI_INLINE uint16_t upipe_f32_to_bf16(float f)
     uint32_t bits = upi_bits_of_f32(f);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
     return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-/* 11 bits of fraction and 5 of exponent; every f16 is an f32. A NaN stays one. */
-UPI_INLINE float upi_f16_to_f32(uint16_t h)
-{
-    const uint32_t rest = h & 0x7fffu, sign = (uint32_t)(h & 0x8000u) << 16;
-    if (rest < 0x400u) /* zero, or a fraction without its leading 1: whole multiples of 2^-24 */
-        return upi_f32_of_bits(sign | upi_bits_of_f32((float)rest * 0x1p-24f));
-    if (rest < 0x7c00u) return upi_f32_of_bits(sign | ((rest << 13) + (112u << 23))); /* bias 127, not 15 */
-    return upi_f32_of_bits(sign | 0x7f800000u | (rest & 0x3ffu) << 13 | (rest > 0x7c00u ? 0x400000u : 0));
-}
-
-/* Rounds to nearest, ties to even; from 65520 on to infinity. A NaN stays one. */
-UPI_INLINE uint16_t upi_f32_to_f16(float f)
-{
-    const uint32_t bits = upi_bits_of_f32(f), sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
-    if (rest > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (rest >> 13 & 0x3ffu));
-    if (rest >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
-    if (rest < 0x38800000u) /* below 2^-14: 0.5's last place is 2^-24, so the addition rounds */
-        return (uint16_t)(sign | (upi_bits_of_f32(upi_f32_of_bits(rest) + 0.5f) - 0x3f000000u));
-    return (uint16_t)(sign | (rest - (112u << 23) + 0xfffu + (rest >> 13 & 1u)) >> 13);
 }
 
 /* ---- eight lanes ---- */
@@ -495,82 +474,26 @@ UPI_INLINE void upi_f8_store_bf16(uint16_t *p, upi_f8 v)
 #endif
 }
 
-/* UPI_F16C: are f16 converted in hardware? */
-#if UPIPE_CPU_AVX2 && defined(__F16C__)
-#define UPI_F16C 1
-#else
-#define UPI_F16C 0
-#endif
-
-#if !UPI_F16C
-/* In software, and not inlined: these would be most of what there is to compile. */
-UPI_CPU_KERNEL void upi_f16_to_f32_lanes(float *to, const uint16_t *from)
-{
-    int i;
-    for (i = 0; i < UPI_LANES; ++i) to[i] = upi_f16_to_f32(from[i]);
-}
-
-UPI_CPU_KERNEL void upi_f32_to_f16_lanes(uint16_t *to, const float *from)
-{
-    int i;
-    for (i = 0; i < UPI_LANES; ++i) to[i] = upi_f32_to_f16(from[i]);
-}
-#endif
-
-UPI_INLINE upi_f8 upi_f8_load_f16(const uint16_t *p)
-{
-#if UPI_F16C
-    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
-#elif UPIPE_CPU_NEON
-    float16x8_t half = vreinterpretq_f16_u16(vld1q_u16(p));
-    return upi_f8_join((upi_f4)vcvt_f32_f16(vget_low_f16(half)), (upi_f4)vcvt_high_f32_f16(half));
-#else
-    float t[UPI_LANES];
-    upi_f16_to_f32_lanes(t, p);
-    return upi_f8_load(t);
-#endif
-}
-
-/* Rounds as upi_f32_to_f16 does. */
-UPI_INLINE void upi_f8_store_f16(uint16_t *p, upi_f8 v)
-{
-#if UPI_F16C
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif UPIPE_CPU_NEON
-    float16x8_t half = vcvt_high_f16_f32(vcvt_f16_f32((float32x4_t)v.lo), (float32x4_t)v.hi);
-    vst1q_u16(p, vreinterpretq_u16_f16(half));
-#else
-    float t[UPI_LANES];
-    upi_f8_store(t, v);
-    upi_f32_to_f16_lanes(p, t);
-#endif
-}
-
 /* ---- by storage type: element i of an array, as f32 ---- */
 
 UPI_INLINE upi_f8 upi_f8_get(const void *base, upipe_dtype dtype, int64_t i)
 {
-    return dtype == UPIPE_F32    ? upi_f8_load((const float *)base + i)
-           : dtype == UPIPE_BF16 ? upi_f8_load_bf16((const uint16_t *)base + i)
-                                 : upi_f8_load_f16((const uint16_t *)base + i);
+    return dtype == UPIPE_F32 ? upi_f8_load((const float *)base + i)
+                              : upi_f8_load_bf16((const uint16_t *)base + i);
 }
 
 UPI_INLINE void upi_f8_put(void *base, upipe_dtype dtype, int64_t i, upi_f8 v)
 {
     if (dtype == UPIPE_F32)
         upi_f8_store((float *)base + i, v);
-    else if (dtype == UPIPE_BF16)
-        upi_f8_store_bf16((uint16_t *)base + i, v);
     else
-        upi_f8_store_f16((uint16_t *)base + i, v);
+        upi_f8_store_bf16((uint16_t *)base + i, v);
 }
 
 /* Element i of an array of this type, as f32. */
 UPI_INLINE float upipe_cpu_get(const void *base, upipe_dtype dtype, int64_t i)
 {
-    return dtype == UPIPE_F32    ? ((const float *)base)[i]
-           : dtype == UPIPE_BF16 ? upipe_bf16_to_f32(((const uint16_t *)base)[i])
-                                 : upi_f16_to_f32(((const uint16_t *)base)[i]);
+    return dtype == UPIPE_F32 ? ((const float *)base)[i] : upipe_bf16_to_f32(((const uint16_t *)base)[i]);
 }
 
 /* Element i = v, rounded to the array's type. */
@@ -579,7 +502,7 @@ UPI_INLINE void upipe_cpu_put(void *base, upipe_dtype dtype, int64_t i, float v)
     if (dtype == UPIPE_F32)
         ((float *)base)[i] = v;
     else
-        ((uint16_t *)base)[i] = dtype == UPIPE_BF16 ? upipe_f32_to_bf16(v) : upi_f32_to_f16(v);
+        ((uint16_t *)base)[i] = upipe_f32_to_bf16(v);
 }
 
 /* ---- the widest lanes: only what the wide kernels say ---- */
@@ -617,7 +540,6 @@ UPI_INLINE upi_fw upi_fw_get(const void *base, upipe_dtype dtype, int64_t i)
 {
     const __m256i *half = (const __m256i *)(const void *)((const uint16_t *)base + i);
     if (dtype == UPIPE_F32) return upi_fw_load((const float *)base + i);
-    if (dtype == UPIPE_F16) return _mm512_cvtph_ps(_mm256_loadu_si256(half));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(half)), 16));
 }
 
@@ -626,9 +548,6 @@ UPI_INLINE void upi_fw_put(void *base, upipe_dtype dtype, int64_t i, upi_fw v)
     __m256i *half = (__m256i *)(void *)((uint16_t *)base + i);
     if (dtype == UPIPE_F32) {
         upi_fw_store((float *)base + i, v);
-    } else if (dtype == UPIPE_F16) {
-        /* Of all lanes: without a mask gcc's macro of an unoptimized build warns of a conversion. */
-        _mm256_storeu_si256(half, _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
     } else {
         __m512i bits = _mm512_castps_si512(v);
         __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));

@@ -1,9 +1,9 @@
 /* upipe_cpu_train.h -- what a model needs around its attention        backend cpu, includes cpu_rows
  *
- * Fills the table's add, scale, swiglu, geglu, glu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total
- * and adamw. Links with the math library.
+ * Fills the table's add, scale, gate, gate_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links with
+ * the math library.
  *
- *     upi_cpu_swiglu(...)            y [n][h][d] = silu(gate) * up
+ *     upi_cpu_gate(...)              y [n][h][d] = kind(gate) * up
  *     upi_cpu_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient
  *     upi_cpu_embed(...)             x [n][1][D] = rows of table [V][1][D]
  *     upi_cpu_total(...)             one f64 number of a whole tensor
@@ -27,9 +27,6 @@ enum {
     UPI_BIAS_STRIP = 64,     /* columns of a strip of bias_bwd: a multiple */
     UPI_ADAMW_PIECE = 64
 };
-
-/* What is done with a gate before it multiplies. */
-enum { UPI_CPU_SILU, UPI_CPU_GELU, UPI_CPU_SIGMOID };
 
 UPI_KERNELS_BEGIN
 
@@ -96,14 +93,14 @@ UPI_INLINE void upi_fw_sigmoid(upi_fw z, upi_fw *s, upi_fw *rest)
 /* A gate's activation and its slope. sigmoid: s and s (1 - s). The others are g * s. silu: s is the sigmoid of g; its
  * slope s (1 + g (1 - s)) lies within -0.1 .. 1.1 for any finite g. gelu: that of 2u, whose slope is 2u'. Beyond 100 s is
  * 0 or 1, whatever g is, and powers of g could overflow; a NaN stays one. */
-UPI_INLINE void upi_fw_gate(upi_fw g, int kind, upi_fw *value, upi_fw *slope)
+UPI_INLINE void upi_fw_gate(upi_fw g, upipe_gate_kind kind, upi_fw *value, upi_fw *slope)
 {
     const upi_fw one = upi_fw_set1(1.0f);
     upi_fw near, square, s, rest, grows;
-    if (kind != UPI_CPU_GELU) {
+    if (kind != UPIPE_GATE_GELU) {
         upi_fw_sigmoid(g, &s, &rest);
-        *value = kind == UPI_CPU_SILU ? upi_fw_mul(g, s) : s;
-        *slope = upi_fw_mul(s, kind == UPI_CPU_SILU ? upi_fw_fma(g, rest, one) : rest);
+        *value = kind == UPIPE_GATE_SILU ? upi_fw_mul(g, s) : s;
+        *slope = upi_fw_mul(s, kind == UPIPE_GATE_SILU ? upi_fw_fma(g, rest, one) : rest);
         return;
     }
     near = upi_fw_max(upi_fw_set1(-100.0f), upi_fw_min(upi_fw_set1(100.0f), g));
@@ -116,9 +113,25 @@ UPI_INLINE void upi_fw_gate(upi_fw g, int kind, upi_fw *value, upi_fw *slope)
     *slope = upi_fw_mul(s, upi_fw_fma(upi_fw_mul(near, rest), grows, one));
 }
 
+/* Runs a statement with `name`, the kind of a gate, as a constant. */
+#define UPI_WITH_GATE(name, kind, ...)                       \
+    do {                                                     \
+        if ((kind) == UPIPE_GATE_SILU) {                     \
+            const upipe_gate_kind name = UPIPE_GATE_SILU;    \
+            __VA_ARGS__;                                     \
+        } else if ((kind) == UPIPE_GATE_GELU) {              \
+            const upipe_gate_kind name = UPIPE_GATE_GELU;    \
+            __VA_ARGS__;                                     \
+        } else {                                             \
+            const upipe_gate_kind name = UPIPE_GATE_SIGMOID; \
+            __VA_ARGS__;                                     \
+        }                                                    \
+    } while (0)
+
 /* Views: y, gate, up. y's type is looked at for every vector: beside an exponential that costs nothing. */
 UPI_INLINE void upi_gated_step(void *y, upipe_dtype y_type, const void *gate, upipe_dtype gate_type,
-                               const void *up, upipe_dtype up_type, int kind, int64_t k, int64_t n)
+                               const void *up, upipe_dtype up_type, upipe_gate_kind kind, int64_t k,
+                               int64_t n)
 {
     upi_fw value, slope;
     upi_fw_gate(upi_row_get(gate, gate_type, k, n), kind, &value, &slope);
@@ -126,7 +139,7 @@ UPI_INLINE void upi_gated_step(void *y, upipe_dtype y_type, const void *gate, up
 }
 
 UPI_INLINE void upi_gated_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
-                               upipe_dtype up_type, int kind)
+                               upipe_dtype up_type, upipe_gate_kind kind)
 {
     int64_t i, j;
     for (i = first; i < last; ++i)
@@ -137,30 +150,18 @@ UPI_INLINE void upi_gated_rows(const upi_flat *f, int64_t first, int64_t last, u
         }
 }
 
-UPI_CPU_KERNEL void upi_swiglu_run(const void *call, int64_t first, int64_t last)
+UPI_CPU_KERNEL void upi_gate_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
-                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_SILU));
-}
-
-UPI_CPU_KERNEL void upi_geglu_run(const void *call, int64_t first, int64_t last)
-{
-    const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
-                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_GELU));
-}
-
-UPI_CPU_KERNEL void upi_glu_run(const void *call, int64_t first, int64_t last)
-{
-    const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
-                   upi_gated_rows(f, first, last, gate, up, UPI_CPU_SIGMOID));
+    UPI_WITH_GATE(kind, f->kind,
+                  UPI_WITH_TYPES(gate, f->v[1].dtype, up, f->v[2].dtype,
+                                 upi_gated_rows(f, first, last, gate, up, kind)));
 }
 
 /* Views: gate, up, dy. */
 UPI_INLINE void upi_gated_bwd_step(void *gate, upipe_dtype gate_type, void *up, upipe_dtype up_type,
-                                   const void *dy, upipe_dtype dy_type, int kind, int64_t k, int64_t n)
+                                   const void *dy, upipe_dtype dy_type, upipe_gate_kind kind, int64_t k,
+                                   int64_t n)
 {
     upi_fw u = upi_row_get(up, up_type, k, n), grad = upi_row_get(dy, dy_type, k, n), value, slope;
     upi_fw_gate(upi_row_get(gate, gate_type, k, n), kind, &value, &slope);
@@ -169,7 +170,7 @@ UPI_INLINE void upi_gated_bwd_step(void *gate, upipe_dtype gate_type, void *up, 
 }
 
 UPI_INLINE void upi_gated_bwd_rows(const upi_flat *f, int64_t first, int64_t last, upipe_dtype gate_type,
-                                   upipe_dtype up_type, int kind)
+                                   upipe_dtype up_type, upipe_gate_kind kind)
 {
     int64_t i, j;
     for (i = first; i < last; ++i)
@@ -181,25 +182,12 @@ UPI_INLINE void upi_gated_bwd_rows(const upi_flat *f, int64_t first, int64_t las
         }
 }
 
-UPI_CPU_KERNEL void upi_swiglu_bwd_run(const void *call, int64_t first, int64_t last)
+UPI_CPU_KERNEL void upi_gate_bwd_run(const void *call, int64_t first, int64_t last)
 {
     const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
-                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_SILU));
-}
-
-UPI_CPU_KERNEL void upi_geglu_bwd_run(const void *call, int64_t first, int64_t last)
-{
-    const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
-                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_GELU));
-}
-
-UPI_CPU_KERNEL void upi_glu_bwd_run(const void *call, int64_t first, int64_t last)
-{
-    const upi_flat *f = (const upi_flat *)call;
-    UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
-                   upi_gated_bwd_rows(f, first, last, gate, up, UPI_CPU_SIGMOID));
+    UPI_WITH_GATE(kind, f->kind,
+                  UPI_WITH_TYPES(gate, f->v[0].dtype, up, f->v[1].dtype,
+                                 upi_gated_bwd_rows(f, first, last, gate, up, kind)));
 }
 
 /* ---- one row of logits: UPI_ROW_SUMS at a time, the last few filled up with -inf ---- */
@@ -627,64 +615,36 @@ UPIPE_API upipe_status upi_cpu_scale(upipe_ctx *c, upipe_view y, upipe_view x, f
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_gated(upipe_ctx *c, const char *call, upi_rows_run run, upipe_view y,
-                                     upipe_view gate, upipe_view up)
+UPIPE_API upipe_status upi_cpu_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate,
+                                    upipe_view up)
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upipe_check_gated(c, call, y, gate, up));
+    UPIPE_TRY(upipe_check_gate(c, kind, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = gate;
     v[2] = up;
     f = upi_flat_make(v, 3);
-    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, run, &f);
+    f.kind = kind;
+    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_gate_run, &f);
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_cpu_gated_bwd(upipe_ctx *c, const char *call, upi_rows_run run, upipe_view gate,
-                                         upipe_view up, upipe_view dy)
+UPIPE_API upipe_status upi_cpu_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate, upipe_view up,
+                                        upipe_view dy)
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upipe_check_gated_bwd(c, call, gate, up, dy));
+    UPIPE_TRY(upipe_check_gate_bwd(c, kind, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     v[0] = gate;
     v[1] = up;
     v[2] = dy;
     f = upi_flat_make(v, 3);
-    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, run, &f);
+    f.kind = kind;
+    upi_rows_share(c->ops, f.rows, f.row_bytes, 1, upi_gate_bwd_run, &f);
     return UPIPE_OK;
-}
-
-UPIPE_API upipe_status upi_cpu_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    return upi_cpu_gated(c, "swiglu", upi_swiglu_run, y, gate, up);
-}
-
-UPIPE_API upipe_status upi_cpu_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-{
-    return upi_cpu_gated_bwd(c, "swiglu_bwd", upi_swiglu_bwd_run, gate, up, dy);
-}
-
-UPIPE_API upipe_status upi_cpu_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    return upi_cpu_gated(c, "geglu", upi_geglu_run, y, gate, up);
-}
-
-UPIPE_API upipe_status upi_cpu_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-{
-    return upi_cpu_gated_bwd(c, "geglu_bwd", upi_geglu_bwd_run, gate, up, dy);
-}
-
-UPIPE_API upipe_status upi_cpu_glu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    return upi_cpu_gated(c, "glu", upi_glu_run, y, gate, up);
-}
-
-UPIPE_API upipe_status upi_cpu_glu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-{
-    return upi_cpu_gated_bwd(c, "glu_bwd", upi_glu_bwd_run, gate, up, dy);
 }
 
 UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)

@@ -71,11 +71,8 @@ UPI_INLINE void upi_row_fetch(const void *row, upipe_dtype dtype, int64_t i)
         if ((dtype) == UPIPE_F32) {              \
             const upipe_dtype name = UPIPE_F32;  \
             __VA_ARGS__;                         \
-        } else if ((dtype) == UPIPE_BF16) {      \
-            const upipe_dtype name = UPIPE_BF16; \
-            __VA_ARGS__;                         \
         } else {                                 \
-            const upipe_dtype name = UPIPE_F16;  \
+            const upipe_dtype name = UPIPE_BF16; \
             __VA_ARGS__;                         \
         }                                        \
     } while (0)
@@ -153,6 +150,7 @@ typedef struct upi_flat {
     const float *src;  /* sum's */
     int64_t src_stride;
     int src_count, accumulate;
+    upipe_gate_kind kind; /* gate's */
 } upi_flat;
 
 UPI_INLINE upi_flat upi_flat_make(const upipe_view *v, int count)

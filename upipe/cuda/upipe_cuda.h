@@ -59,12 +59,8 @@ UPIPE_API upipe_status upipe_cuda_ops(upipe_ops *ops, upipe_cuda *device, upipe_
     ops->sum = upi_cuda_sum;
     ops->add = upi_cuda_add;
     ops->scale = upi_cuda_scale;
-    ops->swiglu = upi_cuda_swiglu;
-    ops->swiglu_bwd = upi_cuda_swiglu_bwd;
-    ops->geglu = upi_cuda_geglu;
-    ops->geglu_bwd = upi_cuda_geglu_bwd;
-    ops->glu = upi_cuda_glu;
-    ops->glu_bwd = upi_cuda_glu_bwd;
+    ops->gate = upi_cuda_gate;
+    ops->gate_bwd = upi_cuda_gate_bwd;
     ops->cross_entropy = upi_cuda_cross_entropy;
     ops->embed = upi_cuda_embed;
     ops->embed_bwd = upi_cuda_embed_bwd;

@@ -1,8 +1,8 @@
 /* upipe_cuda_train.h -- what a model needs around its attention        backend cuda, includes cuda_norm
  *
- * Fills the table's swiglu, geglu, glu and their backwards, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
+ * Fills the table's gate, gate_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
  *
- *     upi_cuda_swiglu(...)            y [n][h][d] = silu(gate) * up
+ *     upi_cuda_gate(...)              y [n][h][d] = kind(gate) * up
  *     upi_cuda_cross_entropy(...)     logits [n][1][V] -> loss [n] and, if wanted, its gradient
  *     upi_cuda_embed(...)             x [n][1][D] = rows of table [V][1][D]
  *     upi_cuda_total(...)             one f64 number of a whole tensor
@@ -22,9 +22,6 @@
 
 /* ---- the gated unit ---- */
 
-/* What is done with a gate before it multiplies. */
-enum { UPI_CUDA_SILU, UPI_CUDA_GELU, UPI_CUDA_SIGMOID };
-
 /* s = 1 / (1 + e^-z) and rest = 1 - s, each to full relative precision: from e^-|z|, which does not
  * overflow. */
 UPI_DEVICE void upi_sigmoid(float z, float *s, float *rest)
@@ -40,15 +37,15 @@ UPI_DEVICE void upi_sigmoid(float z, float *s, float *rest)
 template <int KIND> UPI_DEVICE void upi_gate(float g, float *value, float *slope)
 {
     float s, rest;
-    if (KIND == UPI_CUDA_GELU) {
+    if (KIND == UPIPE_GATE_GELU) {
         const float near = g > 100 ? 100.0f : g < -100 ? -100.0f : g, square = near * near;
         upi_sigmoid(near * fmaf(UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), &s, &rest);
         *slope = s * fmaf(near * rest, fmaf(3 * UPIPE_GELU_CUBE, square, UPIPE_GELU_ONE), 1.0f);
     } else {
         upi_sigmoid(g, &s, &rest);
-        *slope = KIND == UPI_CUDA_SILU ? s * fmaf(g, rest, 1.0f) : s * rest;
+        *slope = KIND == UPIPE_GATE_SILU ? s * fmaf(g, rest, 1.0f) : s * rest;
     }
-    *value = KIND == UPI_CUDA_SIGMOID ? s : g * s;
+    *value = KIND == UPIPE_GATE_SIGMOID ? s : g * s;
 }
 
 template <int TYPES, int KIND>
@@ -99,59 +96,34 @@ void upi_gated_bwd_rows(upipe_view gate, upipe_view up, upipe_view dy, upi_span 
          ? UPI_LAUNCH(c, (kernel<UPI_ALL_BF16, kind>), grid, UPI_BLOCK, 0, __VA_ARGS__)                   \
          : UPI_LAUNCH(c, (kernel<UPI_MIXED, kind>), grid, UPI_BLOCK, 0, __VA_ARGS__))
 
-template <int KIND>
-UPIPE_API upipe_status upi_cuda_gated(upipe_ctx *c, const char *name, upipe_view y, upipe_view gate,
-                                      upipe_view up)
+/* The same of a kind that is no constant. */
+#define UPI_LAUNCH_GATE(c, types, kernel, kind, grid, ...)                                              \
+    ((kind) == UPIPE_GATE_SILU ? UPI_LAUNCH_GATED(c, types, kernel, UPIPE_GATE_SILU, grid, __VA_ARGS__) \
+     : (kind) == UPIPE_GATE_GELU                                                                        \
+         ? UPI_LAUNCH_GATED(c, types, kernel, UPIPE_GATE_GELU, grid, __VA_ARGS__)                       \
+         : UPI_LAUNCH_GATED(c, types, kernel, UPIPE_GATE_SIGMOID, grid, __VA_ARGS__))
+
+UPIPE_API upipe_status upi_cuda_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate,
+                                     upipe_view up)
 {
     const upipe_view v[3] = {y, gate, up};
     upi_span s;
-    UPIPE_TRY(upipe_check_gated(c, name, y, gate, up));
+    UPIPE_TRY(upipe_check_gate(c, kind, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_rows, KIND, upi_span_grid(c, s), y, gate, up, s);
+    return UPI_LAUNCH_GATE(c, upi_types(v, 3), upi_gated_rows, kind, upi_span_grid(c, s), y, gate, up, s);
 }
 
-template <int KIND>
-UPIPE_API upipe_status upi_cuda_gated_bwd(upipe_ctx *c, const char *name, upipe_view gate, upipe_view up,
-                                          upipe_view dy)
+UPIPE_API upipe_status upi_cuda_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate, upipe_view up,
+                                         upipe_view dy)
 {
     const upipe_view v[3] = {dy, gate, up};
     upi_span s;
-    UPIPE_TRY(upipe_check_gated_bwd(c, name, gate, up, dy));
+    UPIPE_TRY(upipe_check_gate_bwd(c, kind, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     s = upi_span_of(v, 3, 1);
-    return UPI_LAUNCH_GATED(c, upi_types(v, 3), upi_gated_bwd_rows, KIND, upi_span_grid(c, s), gate, up, dy,
-                            s);
-}
-
-UPIPE_API upipe_status upi_cuda_swiglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    return upi_cuda_gated<UPI_CUDA_SILU>(c, "swiglu", y, gate, up);
-}
-
-UPIPE_API upipe_status upi_cuda_swiglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-{
-    return upi_cuda_gated_bwd<UPI_CUDA_SILU>(c, "swiglu_bwd", gate, up, dy);
-}
-
-UPIPE_API upipe_status upi_cuda_geglu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    return upi_cuda_gated<UPI_CUDA_GELU>(c, "geglu", y, gate, up);
-}
-
-UPIPE_API upipe_status upi_cuda_geglu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-{
-    return upi_cuda_gated_bwd<UPI_CUDA_GELU>(c, "geglu_bwd", gate, up, dy);
-}
-
-UPIPE_API upipe_status upi_cuda_glu(upipe_ctx *c, upipe_view y, upipe_view gate, upipe_view up)
-{
-    return upi_cuda_gated<UPI_CUDA_SIGMOID>(c, "glu", y, gate, up);
-}
-
-UPIPE_API upipe_status upi_cuda_glu_bwd(upipe_ctx *c, upipe_view gate, upipe_view up, upipe_view dy)
-{
-    return upi_cuda_gated_bwd<UPI_CUDA_SIGMOID>(c, "glu_bwd", gate, up, dy);
+    return UPI_LAUNCH_GATE(c, upi_types(v, 3), upi_gated_bwd_rows, kind, upi_span_grid(c, s), gate, up, dy,
+                           s);
 }
 
 /* ---- cross entropy ---- */

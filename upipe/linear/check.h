@@ -121,8 +121,6 @@ UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const
     if (l->w_qkv == NULL || l->w_z == NULL || l->w_b == NULL || l->w_a == NULL || l->w_out == NULL ||
         l->conv == NULL || l->a_log == NULL || l->dt_bias == NULL || l->norm_weight == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: a weight is NULL");
-    if (l->plan->desc.dtype == UPIPE_F16 && !c->ops->f16)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "linear layer: %s does not take f16", c->ops->name);
     UPIPE_TRY(upi_lin_check_shape(c, l));
     scan = upi_lin_scan(l);
     UPIPE_TRY(upi_scan_check(c, comm, &scan, l->a_log)); /* of the states that they are not NULL */

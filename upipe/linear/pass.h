@@ -346,7 +346,7 @@ UPIPE_API upipe_status upi_lin_out_fwd(upipe_ctx *c, const upi_lin_pass *p, upip
         const upipe_view z = upi_lin_flat(upi_lin_tile_view(l, &t, t.z)),
                          normed = upi_lin_flat(upi_lin_tile_view(l, &t, t.normed));
         UPIPE_TRY(upi_lin_tile_make(c, p, &t));
-        UPIPE_TRY(c->ops->swiglu(c, z, z, normed));
+        UPIPE_TRY(c->ops->gate(c, UPIPE_GATE_SILU, z, z, normed));
         UPIPE_TRY(c->ops->gemm(c, upipe_view_rows(y, t.at.row, t.at.n), z, w, UPIPE_GEMM_TRANS_B, t.work,
                                t.work_bytes));
     }
@@ -368,13 +368,13 @@ UPIPE_API upipe_status upi_lin_out_bwd_tile(upipe_ctx *c, const upi_lin_pass *p,
     const upipe_view each = upipe_view_packed(o.data, o.dtype, o.n * o.h, 1, o.d),
                      deach = upipe_view_packed(t->normed, o.dtype, o.n * o.h, 1, o.d);
     UPIPE_TRY(upi_lin_tile_make(c, p, t));
-    UPIPE_TRY(c->ops->swiglu(c, both, z, normed));
+    UPIPE_TRY(c->ops->gate(c, UPIPE_GATE_SILU, both, z, normed));
     if (p->grads->w_out != NULL)
         UPIPE_TRY(c->ops->gemm(c, upi_lin_matrix(p->grads->w_out, UPIPE_F32, model, wide), dy, both,
                                UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE, t->work, t->work_bytes));
     UPIPE_TRY(
         c->ops->gemm(c, both, dy, upi_lin_matrix(l->w_out, o.dtype, model, wide), 0, t->work, t->work_bytes));
-    UPIPE_TRY(c->ops->swiglu_bwd(c, z, normed, both));
+    UPIPE_TRY(c->ops->gate_bwd(c, UPIPE_GATE_SILU, z, normed, both));
     UPIPE_TRY(
         c->ops->rmsnorm_bwd(c, each, deach, each, l->norm_weight, l->norm_eps, p->grads->norm_weight, 0));
     if (p->grads->w_z != NULL)

@@ -158,8 +158,8 @@ UPIPE_API upipe_status upi_plan_enums(const upipe_plan_desc *d, upipe_err *e)
     const int dtype = upipe_enum_number(&d->dtype, sizeof d->dtype);
     const int layout = upipe_enum_number(&d->layout, sizeof d->layout);
     const int mode = upipe_enum_number(&d->ring_mode, sizeof d->ring_mode);
-    if (dtype < 0 || dtype > UPIPE_F16)
-        return upipe_fail(e, UPIPE_ERR_ARG, "data type %d is none of f32, bf16 and f16", dtype);
+    if (dtype < 0 || dtype > UPIPE_BF16)
+        return upipe_fail(e, UPIPE_ERR_ARG, "data type %d is neither f32 nor bf16", dtype);
     if (layout < 0 || layout >= UPIPE_LAYOUTS)
         return upipe_fail(e, UPIPE_ERR_ARG, "layout %d is none of contiguous, zigzag and striped", layout);
     if (mode < 0 || mode > UPIPE_RING_ALL_GATHER)

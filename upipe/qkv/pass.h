@@ -24,7 +24,7 @@ UPIPE_API upipe_status upi_qkv_check(upipe_ctx *c, const upipe_plan *p, const ch
     if (v.n != p->rows || v.h != heads || v.d != dim)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is [%lld][%d][%d], the plan says [%lld][%d][%d]", name,
                           (long long)v.n, v.h, v.d, (long long)p->rows, heads, dim);
-    if (!upipe_dtype_built(c->ops, &v.dtype))
+    if (!upipe_dtype_built(&v.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s is %s, which %s does not cast", name,
                           upipe_dtype_name_of(&v.dtype), c->ops->name);
     return UPIPE_OK;

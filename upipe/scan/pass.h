@@ -48,38 +48,6 @@ UPIPE_API upipe_status upi_scan_check(upipe_ctx *c, const upipe_comm *comm, cons
     return UPIPE_OK;
 }
 
-/* Rows of a halo's tensor: packed, of x's width and type. */
-UPIPE_API upipe_status upi_scan_check_rows(upipe_ctx *c, const char *name, upipe_view v, int64_t n,
-                                           upipe_view x)
-{
-    const int dtype = upipe_enum_number(&v.dtype, sizeof v.dtype);
-    if (dtype < 0 || dtype > UPIPE_F16 || dtype != upipe_enum_number(&x.dtype, sizeof x.dtype))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is %s, x is %s", name, upipe_dtype_name_of(&v.dtype),
-                          upipe_dtype_name_of(&x.dtype));
-    if (v.data == NULL || v.n != n || v.h != 1 || v.d != x.d || v.d < 1 || v.n_stride != v.d)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                          "%s is %s[%lld][%d][%d] with rows %lld apart, not [%lld][1][%d], packed", name,
-                          v.data == NULL ? "NULL, " : "", (long long)v.n, v.h, v.d, (long long)v.n_stride,
-                          (long long)n, x.d);
-    return UPIPE_OK;
-}
-
-UPIPE_API upipe_status upi_scan_check_halo(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s,
-                                           upipe_view halo, upipe_view x, const upipe_view *carry)
-{
-    int64_t least;
-    UPIPE_TRY(upi_scan_check_plan(c, comm, s));
-    least = s->plan->desc.tokens / s->plan->desc.ring / s->plan->desc.ranks;
-    if (s->halo < 1) return upipe_fail(&c->err, UPIPE_ERR_ARG, "a halo of %d rows", s->halo);
-    if (s->halo > least)
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "a halo of %d rows where ranks have %lld tokens: it comes from one rank", s->halo,
-                          (long long)least);
-    UPIPE_TRY(upi_scan_check_rows(c, "x", x, s->plan->local, x));
-    UPIPE_TRY(upi_scan_check_rows(c, "the halo", halo, s->halo, x));
-    return carry != NULL ? upi_scan_check_rows(c, "the carry", *carry, s->halo, x) : UPIPE_OK;
-}
-
 /* The record of a backward's states. */
 UPIPE_API upipe_status upi_scan_check_given(upipe_ctx *c, const upipe_given *given)
 {
@@ -91,8 +59,8 @@ enum { UPI_SCAN_FWD, UPI_SCAN_BWD }; /* what a call is */
 
 /* Compares a call, and which it is, with all ranks; and with its forward, which records what it is given.
  *   given   NULL: nothing is recorded or compared */
-UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int call, int halo,
-                                      int64_t row_bytes, int carried, upipe_given *given)
+UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int call,
+                                      int carried, upipe_given *given)
 {
     upipe_fields f;
     f.n = 0;
@@ -103,8 +71,6 @@ UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upip
     upipe_field_int(&f, "key_dim", s->key_dim);
     upipe_field_int(&f, "value_dim", s->value_dim);
     upipe_field_int(&f, "stage_heads", upi_scan_stage_heads(s));
-    upipe_field_int(&f, "rows of the halo (0: a pass of the state)", halo);
-    upipe_field_int(&f, "bytes of a row", row_bytes);
     upipe_field_int(&f, "carry", carried);
     upipe_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
     upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&s->borders) >> 1));
@@ -240,7 +206,7 @@ UPIPE_API upipe_status upi_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_
     if (s->fwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's fwd is NULL");
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, 0, 0, carry != NULL, given);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_FWD, carry != NULL, given);
     if (status == UPIPE_OK) status = upi_scan_fwd_run(c, &p, states, carry);
     return upi_scan_end(c, status, mark, comm);
 }
@@ -256,64 +222,9 @@ UPIPE_API upipe_status upi_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_
     UPIPE_TRY(upi_scan_check_given(c, given));
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
-    status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, 0, 0, carry != NULL, given);
+    status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, carry != NULL, given);
     if (status == UPIPE_OK) status = upi_scan_bwd_run(c, &p, states, carry);
     return upi_scan_end(c, status, mark, comm);
-}
-
-/* ---- the halo of a short convolution ---- */
-
-/* Bytes of a row of x. */
-UPIPE_API size_t upi_scan_row(upipe_view x)
-{
-    return (size_t)x.d * upipe_dtype_bytes(x.dtype);
-}
-
-UPIPE_API upipe_status upi_scan_halo_fwd_run(upipe_ctx *c, upi_scan_pass *p, upipe_view before, upipe_view x,
-                                             const upipe_view *carry)
-{
-    const upipe_scan *s = p->s;
-    const size_t row = upi_scan_row(x);
-    const int has = p->rank > 0 || carry != NULL, on = p->rank < p->last || carry != NULL;
-    const int64_t rows = has ? upi_scan_halo_rows(s, p->rank) : 0,
-                  next = on ? upi_scan_halo_rows(s, p->rank + 1) : 0;
-    const int64_t round = p->rank == 0 && carry != NULL ? upi_scan_halo_rows(s, p->last + 1) : 0;
-    void *const recv = upipe_view_at(before, s->halo - rows, 0);
-    if (rows < s->halo) UPIPE_TRY(c->ops->zero(c, before.data, (size_t)(s->halo - rows) * row));
-    if (p->rank == 0 && rows > 0)
-        UPIPE_TRY(c->ops->copy(c, recv, upipe_view_at(*carry, s->halo - rows, 0), (size_t)rows * row));
-    upipe_msg_add(p->list, &p->used, p->rank < p->last ? p->rank + 1 : 0, 1, upipe_view_at(x, x.n - next, 0),
-                  (size_t)next * row, 0, NULL, 0, 0);
-    if (p->rank > 0)
-        upipe_msg_add(p->list, &p->used, p->rank - 1, 1, NULL, 0, 0, recv, (size_t)rows * row, 0);
-    if (round > 0)
-        upipe_msg_add(p->list, &p->used, p->last, 1, NULL, 0, 0, upipe_view_at(*carry, s->halo - round, 0),
-                      (size_t)round * row, 0);
-    return upi_scan_transfer(c, p);
-}
-
-UPIPE_API upipe_status upi_scan_halo_bwd_run(upipe_ctx *c, upi_scan_pass *p, upipe_view dx,
-                                             upipe_view dbefore, const upipe_view *carry)
-{
-    const upipe_scan *s = p->s;
-    const size_t row = upi_scan_row(dx);
-    const int has = p->rank > 0 || carry != NULL, last = p->rank == p->last;
-    const int64_t rows = has ? upi_scan_halo_rows(s, p->rank) : 0;
-    const int64_t next = !last || carry != NULL ? upi_scan_halo_rows(s, p->rank + 1) : 0;
-    const int64_t round = last && carry != NULL ? upi_scan_halo_rows(s, 0) : 0;
-    const upipe_view end = upipe_view_rows(dx, dx.n - next, next);
-    upipe_view come = dbefore;
-    UPIPE_TRY(upipe_alloc(c, &come.data, (size_t)s->halo * row, UPIPE_USE_GRAD, "scan_halo"));
-    come.n = next;
-    if (last && next > 0) UPIPE_TRY(c->ops->add(c, end, upipe_view_rows(*carry, s->halo - next, next)));
-    upipe_msg_add(p->list, &p->used, p->rank > 0 ? p->rank - 1 : p->last, 1,
-                  upipe_view_at(dbefore, s->halo - rows, 0), (size_t)rows * row, 0, NULL, 0, 0);
-    if (!last) upipe_msg_add(p->list, &p->used, p->rank + 1, 1, NULL, 0, 0, come.data, (size_t)next * row, 0);
-    if (round > 0)
-        upipe_msg_add(p->list, &p->used, 0, 1, NULL, 0, 0, upipe_view_at(*carry, s->halo - round, 0),
-                      (size_t)round * row, 0);
-    UPIPE_TRY(upi_scan_transfer(c, p));
-    return !last && next > 0 ? c->ops->add(c, end, come) : UPIPE_OK;
 }
 
 #endif

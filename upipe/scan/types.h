@@ -23,13 +23,12 @@ typedef upipe_status upipe_scan_bwd_step(upipe_ctx *c, void *user, int first, in
  *   borders      of packed documents
  *   heads key_dim value_dim  of the state, f32 [heads][key_dim][value_dim]
  *   stage_heads  heads of a stage; 0 = all
- *   halo         rows that a rank needs before its first one: taps of the convolution - 1
  */
 typedef struct upipe_scan {
     const upipe_plan *plan;
     int64_t first;
     upipe_borders borders;
-    int heads, key_dim, value_dim, stage_heads, halo;
+    int heads, key_dim, value_dim, stage_heads;
     upipe_scan_fwd_step *fwd;
     upipe_scan_bwd_step *bwd;
     void *user;
@@ -116,13 +115,6 @@ UPIPE_API int64_t upi_scan_size(const upipe_scan *s)
     return (int64_t)s->key_dim * s->value_dim;
 }
 
-/* Rows before a rank's first one that belong to the same document, at most `halo`. */
-UPIPE_API int64_t upi_scan_halo_rows(const upipe_scan *s, int rank)
-{
-    const int64_t pos = upi_scan_pos(s, rank), border = upipe_border_before(&s->borders, pos);
-    return border == INT64_MIN || pos - border > s->halo ? s->halo : pos - border;
-}
-
 /* ---- bytes ---- */
 
 /* upipe_scan_state_bytes -- of the states of all heads, and of a carry of them */
@@ -166,20 +158,6 @@ UPIPE_API int64_t upipe_scan_bwd_sent(const upipe_scan *s, int carried)
     const int rank = upi_scan_rank(s);
     return upi_scan_leaves(s, rank, carried) && upi_scan_joined(s, rank) ? (int64_t)upipe_scan_state_bytes(s)
                                                                          : 0;
-}
-
-/* upipe_scan_halo_fwd_sent -- the same of a halo; row_bytes: of one row of x */
-UPIPE_API int64_t upipe_scan_halo_fwd_sent(const upipe_scan *s, int64_t row_bytes, int carried)
-{
-    const int next = upi_scan_rank(s) + 1;
-    return upi_scan_leaves(s, next, carried) ? upi_scan_halo_rows(s, next) * row_bytes : 0;
-}
-
-/* The same in the backward. */
-UPIPE_API int64_t upipe_scan_halo_bwd_sent(const upipe_scan *s, int64_t row_bytes, int carried)
-{
-    const int rank = upi_scan_rank(s);
-    return upi_scan_leaves(s, rank, carried) ? upi_scan_halo_rows(s, rank) * row_bytes : 0;
 }
 
 #endif

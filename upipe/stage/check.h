@@ -60,7 +60,7 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "head_dim", d->head_dim);
     upipe_field_int(&f, "chunk", d->chunk);
     upipe_field_int(&f, "naive", d->naive != 0);
-    upipe_field_int(&f, "dtype (0 f32, 1 bf16, 2 f16)", (int64_t)d->dtype);
+    upipe_field_int(&f, "dtype (0 f32, 1 bf16)", (int64_t)d->dtype);
     upipe_field_int(&f, "v_dim", d->v_dim);
     upipe_field_int(&f, "ring", d->ring);
     upipe_field_int(&f, "ring_inner", d->ring_inner);
@@ -145,9 +145,6 @@ UPIPE_API upipe_status upi_check_layer(upipe_ctx *c, const upipe_layer *l, upipe
     int rotates;
     UPIPE_TRY(upi_check_stages(c, l));
     UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
-    if (!upipe_dtype_built(c->ops, &l->grad_dtype))
-        return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gradients of weights in %s",
-                          upipe_dtype_name_of(&l->grad_dtype));
     if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     if ((l->q_norm_weight == NULL) != (l->k_norm_weight == NULL))

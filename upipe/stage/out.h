@@ -153,8 +153,8 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upipe_pass *f, upipe_save
             UPIPE_TRY(upi_delta(c, p, save->delta + upipe_plan_before(p, stage, -1) * p->rows, stage, rank,
                                 upipe_view_heads(o, q.count), upipe_view_heads(dout, q.count)));
             if (f->grads->wo != NULL)
-                UPIPE_TRY(upi_gemm_grad(
-                    c, f, upi_out_columns(p, f->grads->wo, l->grad_dtype, q.first, q.count), dy, o));
+                UPIPE_TRY(upi_gemm(c, f, upi_out_columns(p, f->grads->wo, UPIPE_F32, q.first, q.count), dy, o,
+                                   UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
             UPIPE_TRY(c->ops->copy(c, upipe_slots_matrix(p, &to, stage, rank, dim).data, buf,
                                    upipe_plan_rows_bytes(p, q.count, dim)));
         }

@@ -20,8 +20,7 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_pass *f, 
 {
     const upipe_plan *p = f->plan;
     const upipe_dtype t = p->desc.dtype;
-    const int by_tokens =
-        f->layer->grad_dtype == UPIPE_F32 ? UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE : UPIPE_GEMM_TRANS_A;
+    const int by_tokens = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE;
     const int32_t model = (int32_t)p->desc.model_dim;
     const int all = which == UPIPE_PROJ_Q ? p->desc.heads : p->desc.kv_heads;
     float none[1];
@@ -45,8 +44,7 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_pass *f, int 
 {
     const upipe_plan *p = f->plan;
     const upipe_dtype t = p->desc.dtype;
-    const int by_tokens =
-        f->layer->grad_dtype == UPIPE_F32 ? UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE : UPIPE_GEMM_TRANS_A;
+    const int by_tokens = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE;
     const int32_t model = (int32_t)p->desc.model_dim, columns = heads * p->desc.v_dim,
                   width = p->desc.heads * p->desc.v_dim;
     upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model);
@@ -120,20 +118,6 @@ UPIPE_API upipe_status upi_gemm(upipe_ctx *c, const upipe_pass *f, upipe_view ou
     UPIPE_TRY(upipe_alloc(c, &work, f->scratch.gemm, UPIPE_USE_SCRATCH, "gemm_work"));
     UPIPE_TRY(c->ops->gemm(c, out, a, b, flags, work, f->scratch.gemm));
     return upipe_free(c, work);
-}
-
-/* The gradient of a weight: dw += a^T * b. One that is not f32 is rounded once: the product comes in f32 first. */
-UPIPE_API upipe_status upi_gemm_grad(upipe_ctx *c, const upipe_pass *f, upipe_view dw, upipe_view a,
-                                     upipe_view b)
-{
-    void *sum;
-    upipe_view wide = upipe_view_make(NULL, UPIPE_F32, dw.n, dw.d, dw.h, dw.n * dw.d, dw.d);
-    if (dw.dtype == UPIPE_F32) return upi_gemm(c, f, dw, a, b, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
-    UPIPE_TRY(upipe_alloc(c, &sum, (size_t)(dw.n * dw.d * dw.h) * 4, UPIPE_USE_GRAD, "dw_sum"));
-    wide.data = sum;
-    UPIPE_TRY(upi_gemm(c, f, wide, a, b, UPIPE_GEMM_TRANS_A));
-    UPIPE_TRY(c->ops->add(c, dw, wide));
-    return upipe_free(c, sum);
 }
 
 #endif

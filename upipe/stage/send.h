@@ -106,7 +106,7 @@ UPIPE_API upipe_status upi_project_grad(upipe_ctx *c, const upipe_pass *f, upipe
     const upipe_plan *p = f->plan;
     const upipe_grads *to = f->grads;
     const int dim = f->dim[which];
-    void *const dw = which == UPIPE_PROJ_Q ? to->wq : which == UPIPE_PROJ_K ? to->wk : to->wv;
+    float *const dw = which == UPIPE_PROJ_Q ? to->wq : which == UPIPE_PROJ_K ? to->wk : to->wv;
     float *const db = which == UPIPE_PROJ_Q ? to->bq : which == UPIPE_PROJ_K ? to->bk : to->bv;
     upipe_view dy =
         upipe_view_packed(upipe_head_run_matrix(p, g, h, dim).data, p->desc.dtype, p->rows, h.heads, dim);
@@ -118,8 +118,8 @@ UPIPE_API upipe_status upi_project_grad(upipe_ctx *c, const upipe_pass *f, upipe
         dy.data = (char *)dy.data + upipe_plan_rows_bytes(p, h.heads, dim);
     }
     if (dw == NULL) return UPIPE_OK;
-    return upi_gemm_grad(c, f, upi_weight_rows(f, dw, f->layer->grad_dtype, h, which),
-                         upipe_head_run_matrix(p, g, h, dim), f->x);
+    return upi_gemm(c, f, upi_weight_rows(f, dw, UPIPE_F32, h, which), upipe_head_run_matrix(p, g, h, dim),
+                    f->x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE);
 }
 
 /* g is unpacked into the host's gradient, if that is wanted. */

@@ -34,8 +34,6 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *               Every sequence of the batch is separate without them too
  *   tile_rows   rows of a tile of y and dX; 0 = UPIPE_TILE_ROWS. On a GPU model_dim, the paper's square tile, is better.
  *               A tile holds its sum in f32, and its heads side by side where stages or ranks have them apart
- *   grad_dtype  of the gradients of wq, wk, wv and wo; 0 = f32. Others are rounded once a call (in segments once a
- *               segment), and take scratch for the f32 product of a stage
  */
 typedef struct upipe_layer {
     const upipe_plan *plan;
@@ -48,14 +46,12 @@ typedef struct upipe_layer {
     int rope_dims, rope_interleaved;
     upipe_mask mask;
     int64_t tile_rows;
-    upipe_dtype grad_dtype;
 } upipe_layer;
 
-/* upipe_grads -- gradients of the weights over this rank's tokens (of sinks: over its heads): f32 (those of wq, wk,
- *                wv, wo, wg in the layer's grad_dtype), shapes of the weights, +=; NULL = not wanted. Sum them over
- *                team and ring: upipe_all_reduce, where they are f32 */
+/* upipe_grads -- gradients of the weights over this rank's tokens (of sinks: over its heads): f32, shapes of the
+ *                weights, +=; NULL = not wanted. Sum them over team and ring: upipe_all_reduce */
 typedef struct upipe_grads {
-    void *wq, *wk, *wv, *wo, *wg;
+    float *wq, *wk, *wv, *wo, *wg;
     float *q_norm_weight, *k_norm_weight, *sinks, *bq, *bk, *bv, *bo;
 } upipe_grads;
 

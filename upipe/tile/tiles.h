@@ -68,7 +68,7 @@ UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const cha
 {
     const int type = upipe_enum_number(&v.dtype, sizeof v.dtype);
     const int typed =
-        type >= 0 && type <= UPIPE_F16 && type == upipe_enum_number(&like.dtype, sizeof like.dtype);
+        type >= 0 && type <= UPIPE_BF16 && type == upipe_enum_number(&like.dtype, sizeof like.dtype);
     if (v.h == 1 && v.n == like.n && v.d == like.d && typed && v.n >= 0 && v.d >= 1 &&
         (v.data != NULL || v.n == 0))
         return UPIPE_OK;
