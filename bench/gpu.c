@@ -5,9 +5,9 @@
  *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu-seqlens N] [--heads N] [--kv-heads N]
  *                   [--kernels NAME] [--avoid NAME] [--margin N]   each contestant's rate, or why there is none
  *     gpu rows [--tokens N] [--model-dim N] [--head-dim N]    the kernels that are no attention, beside their bytes
- *     gpu transfer --tokens N [--ranks N] [--transport NAME]  all-to-all of thread ranks, device to device
+ *     gpu transfer --tokens N [--ranks N]                    all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
- *               [--layers N] [--overlap] [--transport NAME] [--avoid NAME]
+ *               [--layers N] [--overlap] [--avoid NAME]
  *
  * Seconds are the median of runs after a warm-up. roofline, attention and rows: between events on the stream; the
  * contestants of attention in turn, and `spread` is half of the distance between their quarters, over the median. transfer
@@ -24,7 +24,6 @@
  */
 #define PROGRAM "gpu"
 
-#include "upipe/net/upipe_net_peer.h"
 #include "upipe/net/upipe_net_threads.h"
 
 #include "../examples/common/flags.h"
@@ -64,8 +63,6 @@ static const flag_row flag_rows[] = {
      "kernels for 9.0 of upipe's attention that those for 8.0 stand in for"},
     {"overlap", NULL, 1, "", FLAG_SWITCH, AT(overlap), 0, 1, NULL, 0,
      "stages of the block overlap, on a second stream a rank"},
-    {"transport", "threads|peer", 1, "", FLAG_CHOICE, AT(peer), 0, 0, "threads", 0,
-     "threads: the host waits and copies; peer: copy engines, streams wait"},
     {"help", NULL, 1, "", FLAG_HELP, 0, 0, 0, NULL, 0, "this text"}};
 /* clang-format on */
 
@@ -146,8 +143,6 @@ typedef struct team {
     upipe_layer layers[RANKS_MAX];
     device devices[RANKS_MAX];
     side_stream lines[RANKS_MAX]; /* where stages overlap */
-    upipe_peer peers[RANKS_MAX];
-    void *peer_buf; /* with --transport peer: where they meet */
     void *slabs[RANKS_MAX], *grads[RANKS_MAX];
     upipe_err errors[RANKS_MAX];
     double runs[RANKS_MAX][2][RUNS]; /* seconds, forward and backward */
@@ -197,30 +192,11 @@ static upipe_status blocks_plan(upipe_plan *p, int rank, int ranks, upipe_err *e
     return upipe_plan_init(p, &d, e);
 }
 
-/* The rank's end of the team; from the rank's own thread, for ranks meet here. */
-static upipe_status team_join(team *t, upipe_ctx *c, int rank)
-{
-    upipe_peer_desc d;
-    upipe_peer_slab slab;
-    c->team = upipe_threads_comm(&t->threads, rank);
-    if (!t->o->peer) return UPIPE_OK;
-    memset(&d, 0, sizeof d);
-    memset(&slab, 0, sizeof slab);
-    slab.data = t->slabs[rank], slab.bytes = t->slab_bytes;
-    d.buf = t->peer_buf, d.slabs = &slab, d.slabs_n = 1;
-    d.rank = rank, d.ranks = t->o->ranks;
-    UPIPE_TRY(upipe_peer_init(&t->peers[rank], &d, &c->err));
-    t->peers[rank].ahead = t->plans[rank].overlap; /* one host thread has two lines to feed */
-    c->team = &t->peers[rank].comm;
-    return UPIPE_OK;
-}
-
-/* The others learn of a failure; nobody touches this rank's slab any more. */
+/* The others learn of a failure. */
 static upipe_status team_leave(team *t, upipe_ctx *c, int rank, upipe_status s)
 {
     if (s != UPIPE_OK) upipe_comm_abort(c->team, c->err.text);
     t->errors[rank] = c->err;
-    if (t->o->peer) upipe_peer_free(&t->peers[rank], NULL);
     return s;
 }
 
@@ -236,8 +212,8 @@ static upipe_status all_to_all_rank(void *user, int rank)
     int i;
     memset(&c, 0, sizeof c);
     device_use(&t->devices[rank], &c);
-    s = team_join(t, &c, rank);
-    if (s == UPIPE_OK) s = blocks_plan(&each, rank, o->ranks, &c.err);
+    c.team = upipe_threads_comm(&t->threads, rank);
+    s = blocks_plan(&each, rank, o->ranks, &c.err);
     if (s == UPIPE_OK) s = all_to_all_check(&c, from, to, block, &each);
     for (i = -2; i < RUNS && s == UPIPE_OK; ++i) {
         double start;
@@ -267,8 +243,6 @@ static upipe_status team_open(team *t, const options *o, upipe_err *e)
     memset(t, 0, sizeof *t);
     t->o = o;
     UPIPE_TRY(upipe_threads_init(&t->threads, o->ranks, 120, e));
-    UPIPE_TRY(device_host_buf(&t->peer_buf, upipe_peer_bytes(o->ranks), e));
-    memset(t->peer_buf, 0, upipe_peer_bytes(o->ranks));
     for (r = 0; r < o->ranks; ++r) {
         UPIPE_TRY(device_open(&t->devices[r], DEVICE_CUDA, e));
         device_avoid(&t->devices[r], o->avoid);
@@ -303,12 +277,6 @@ static void team_close(team *t)
         device_close(&t->devices[r], NULL);
     }
     upipe_threads_free(&t->threads);
-    free(t->peer_buf);
-}
-
-static const char *transport_name(const options *o)
-{
-    return o->peer ? "peer" : "threads";
 }
 
 static upipe_status measure_all_to_all(const options *o, upipe_err *e)
@@ -322,11 +290,9 @@ static upipe_status measure_all_to_all(const options *o, upipe_err *e)
     UPIPE_TRY(team_run(&t, all_to_all_rank, e));
     seconds = slowest(&t, 0, RUNS);
     sent = t.slab_bytes / 2 * (size_t)o->ranks; /* by all ranks together, what stays at home included */
-    printf(
-        "{\"transport\": \"%s\", \"ranks\": %d, \"tokens\": %lld, \"head_dim\": %d, \"bytes\": %zu, \"seconds\": %.6g, "
-        "\"bytes_per_s\": %.4g, \"checked\": [\"bytes\"]}\n",
-        transport_name(o), o->ranks, (long long)o->tokens, o->head_dim, sent, seconds,
-        2 * (double)sent / seconds);
+    printf("{\"ranks\": %d, \"tokens\": %lld, \"head_dim\": %d, \"bytes\": %zu, \"seconds\": %.6g, "
+           "\"bytes_per_s\": %.4g, \"checked\": [\"bytes\"]}\n",
+           o->ranks, (long long)o->tokens, o->head_dim, sent, seconds, 2 * (double)sent / seconds);
     team_close(&t);
     return UPIPE_OK;
 }
@@ -386,17 +352,17 @@ static upipe_status block_rank(void *user, int rank)
 {
     team *t = (team *)user;
     upipe_mem_block blocks[BLOCKS_MAX];
-    upipe_status s = UPIPE_OK;
+    upipe_status s;
     upipe_mem mem;
     upipe_ctx c;
     int i;
     memset(&c, 0, sizeof c);
     device_use(&t->devices[rank], &c);
     c.side_stream = t->plans[rank].overlap ? &t->lines[rank].side_stream : NULL;
-    s = team_join(t, &c, rank);
+    c.team = upipe_threads_comm(&t->threads, rank);
     upipe_mem_init(&mem, t->slabs[rank], t->slab_bytes, blocks, t->blocks_max);
     c.mem = &mem;
-    if (s == UPIPE_OK) s = block_pass(t, &c, rank, -1);
+    s = block_pass(t, &c, rank, -1);
     if (s == UPIPE_OK) s = upipe_comm_barrier(&c, c.team);
     if (s == UPIPE_OK && rank == 0) s = device_left(DEVICE_CUDA, &t->free_warm, &c.err);
     if (rank == 0) t->free_least = t->free_warm;
@@ -481,12 +447,12 @@ static upipe_status measure_block(upipe_ctx *c, const options *o, upipe_err *e)
             return upipe_fail(e, UPIPE_ERR_BACKEND, "rank %d held %zu bytes, the plan says %zu", r, t.peak[r],
                               t.plan_peak[r]);
     printf(
-        "{\"method\": \"%s\", \"overlap\": %s, \"transport\": \"%s\", \"ranks\": %d, \"tokens\": %lld, \"model_dim\": %lld, \"heads\": %d, "
+        "{\"method\": \"%s\", \"overlap\": %s, \"ranks\": %d, \"tokens\": %lld, \"model_dim\": %lld, \"heads\": %d, "
         "\"kv_heads\": %d, \"head_dim\": %d, \"chunk\": %d, \"fwd_seconds\": %.6g, \"bwd_seconds\": %.6g, "
         "\"plan_bytes\": %zu, \"peak_bytes\": %zu, \"slab_bytes\": %zu, \"driver_slabs_bytes\": %zu, "
         "\"expected_slabs_bytes\": %zu, \"driver_first_pass_bytes\": %lld, \"driver_beyond_slabs_bytes\": %lld}\n",
-        o->chunk == o->heads ? "ulysses" : "upipe", t.plans[0].overlap ? "true" : "false", transport_name(o),
-        o->ranks, (long long)o->tokens, (long long)o->model_dim, o->heads, o->kv_heads, o->head_dim, o->chunk,
+        o->chunk == o->heads ? "ulysses" : "upipe", t.plans[0].overlap ? "true" : "false", o->ranks,
+        (long long)o->tokens, (long long)o->model_dim, o->heads, o->kv_heads, o->head_dim, o->chunk,
         slowest(&t, 0, o->layers), slowest(&t, 1, o->layers), t.plan_peak[0], t.peak[0], t.slab_bytes, slabs,
         pages(t.slab_bytes) * (size_t)o->ranks, (long long)(before - slabs) - (long long)t.free_warm,
         (long long)t.free_warm - (long long)t.free_least);

@@ -15,14 +15,14 @@ most what stands beside it. What failed or had no time is reported, the rest goe
   attention  360 s  forward and backward, head dim 64, 128 and 256, causal and full, 1k to 32k tokens; eight key/value heads
                     of 32: the kernels for this device, those for 8.0, cuDNN with and without a deterministic backward, in
                     turn; and in a process of its own PyTorch's SDPA and the FlashAttention packages, as far as installed
-  block      180 s  Llama3-8B's attention block on two and eight ranks: Ulysses, UPipe, UPipe with stages that overlap, by
-                    transport: seconds, and the driver's count of memory beside the plan
+  block      180 s  Llama3-8B's attention block on two and eight ranks: Ulysses, UPipe, UPipe with stages that overlap:
+                    seconds, and the driver's count of memory beside the plan
   train      120 s  a training step of four layers of Llama3-8B's shape on two ranks, Ulysses and UPipe: seconds, and the
                     driver's peak beside the plan
   long       150 s  attention of one head, 64k to 1M tokens, as a stage of UPipe has it
   masks       60 s  a sliding window, packed sequences; head dims 96 and 192
   rows        30 s  the kernels that are no attention, beside the bytes that must pass the memory
-  transfer    40 s  all-to-all of eight thread ranks on the device, by transport
+  transfer    40 s  all-to-all of eight thread ranks on the device
   test       240 s  every test of the CUDA backend that needs no injected errors, and the examples
   sanitize   300 s  compute-sanitizer (memcheck, racecheck) on the verdict of head dim 128, if it is installed
   profile     60 s  ncu on the kernels of head dim 128, if it is installed
@@ -76,7 +76,6 @@ PEERS = os.path.join(TOP, 'bench', 'gpu_peers.py')
 KERNEL_DIMS = (64, 96, 128, 192, 256)
 BLOCK = ['--heads', '32', '--kv-heads', '8', '--head-dim', '128', '--model-dim', '4096']
 METHODS = [['--chunk', '32'], ['--chunk', '8'], ['--chunk', '8', '--overlap']]
-TRANSPORTS = ['threads', 'peer']
 VERDICT = 25  # seconds of a kernel and mask that is wrong, whose traces the host makes; one that hangs ends after 3
 PEER = 60  # seconds of PyTorch and FlashAttention at a shape
 BRIEF, SECOND = 480, 240  # seconds of a run, its table included
@@ -422,33 +421,29 @@ def transfer(run):
         if 'bytes_per_s' in one:
             run.log(f"{one['command']}: {one['bytes_per_s'] / 1e9:.1f} GB/s read and written")
 
-    keep(run, 'transfer', [['transfer', '--tokens', str(tokens), '--head-dim', '128', '--transport', transport,
+    keep(run, 'transfer', [['transfer', '--tokens', str(tokens), '--head-dim', '128',
                             '--ranks', '2' if run.options.quick else '8']
-                           for tokens in pick(run, [16384, 65536, 262144], [262144], [64]) for transport in TRANSPORTS],
-         show=show_one)
+                           for tokens in pick(run, [16384, 65536, 262144], [262144], [64])], show=show_one)
 
 
 def block(run):
     def show_one(one):
         if 'fwd_seconds' in one:
             run.log(f"{one['tokens']} tokens, {one['ranks']} ranks, {one['method']}{' overlapped' if one['overlap'] else ''}, "
-                    f"{one['transport']}: {one['fwd_seconds']:.3f} s forward, {one['bwd_seconds']:.3f} s backward, "
+                    f"{one['fwd_seconds']:.3f} s forward, {one['bwd_seconds']:.3f} s backward, "
                     f"{one['peak_bytes'] / 2**20:.0f} MiB")
 
-    def case(tokens, ranks, transport, method, shape):
-        return ['block', '--tokens', str(tokens), '--ranks', str(ranks), '--transport', transport, *method, *shape,
-                *avoided(run, 128)]
+    def case(tokens, ranks, method, shape):
+        return ['block', '--tokens', str(tokens), '--ranks', str(ranks), *method, *shape, *avoided(run, 128)]
 
     small = '--heads 4 --kv-heads 2 --head-dim 64 --model-dim 64 --layers 1'.split()
-    whole = [case(tokens, ranks, transport, method, BLOCK) for tokens, ranks in ((65536, 8), (131072, 8), (65536, 2))
-             for method in METHODS for transport in TRANSPORTS]
-    brief = [case(65536, 8, 'threads', method, BLOCK) for _ in range(2)
-             for method in METHODS]  # in turn: their ratios pair
-    brief += [case(131072, 8, 'threads', method, BLOCK) for method in METHODS[:2]]
-    brief += [case(65536, 2, 'threads', ['--chunk', chunk], BLOCK) for chunk in ('32', '2')]  # most stages
-    quick = [case(128, 2, transport, method, small) for method in (['--chunk', '4'], ['--chunk', '2'],
-                                                                   ['--chunk', '2', '--overlap'])
-             for transport in TRANSPORTS]
+    whole = [case(tokens, ranks, method, BLOCK) for tokens, ranks in ((65536, 8), (131072, 8), (65536, 2))
+             for method in METHODS]
+    brief = [case(65536, 8, method, BLOCK) for _ in range(2) for method in METHODS]  # in turn: their ratios pair
+    brief += [case(131072, 8, method, BLOCK) for method in METHODS[:2]]
+    brief += [case(65536, 2, ['--chunk', chunk], BLOCK) for chunk in ('32', '2')]  # most stages
+    quick = [case(128, 2, method, small) for method in (['--chunk', '4'], ['--chunk', '2'],
+                                                        ['--chunk', '2', '--overlap'])]
     keep(run, 'block', pick(run, whole, brief, quick), show=show_one)
 
 

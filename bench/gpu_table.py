@@ -83,14 +83,14 @@ def block(folder):
     for figure in kept(folder, 'block').get('figures', []):
         if 'fwd_seconds' in figure:
             method = figure['method'] + (', overlapped' if figure['overlap'] else '')
-            runs.setdefault((figure['tokens'], figure['ranks'], figure['transport'], method), []).append(figure)
+            runs.setdefault((figure['tokens'], figure['ranks'], method), []).append(figure)
     rows = []
-    for (tokens, ranks, transport, method), figures in runs.items():
-        base = runs.get((tokens, ranks, transport, 'ulysses'), [])
+    for (tokens, ranks, method), figures in runs.items():
+        base = runs.get((tokens, ranks, 'ulysses'), [])
         pairs = [[mine[way] / other[way] for mine, other in zip(figures, base)]
                  for way in ('fwd_seconds', 'bwd_seconds')]
         one = figures[0]
-        rows.append([f'{amount(tokens)}, {ranks} ranks, {transport}', method,
+        rows.append([f'{amount(tokens)}, {ranks} ranks', method,
                      *(' '.join(f'{1e3 * figure[way]:.1f}' for figure in figures)
                        for way in ('fwd_seconds', 'bwd_seconds')),
                      ' / '.join(f'{statistics.median(pair):.3f}' for pair in pairs if pair),
@@ -122,10 +122,10 @@ def rows(folder):
 
 
 def transfer(folder):
-    out = [[f"{amount(figure['tokens'])}, {figure['ranks']} ranks", figure['transport'],
+    out = [[f"{amount(figure['tokens'])}, {figure['ranks']} ranks",
             f"{figure['bytes_per_s'] / 1e12:.2f}"]
            for figure in kept(folder, 'transfer').get('figures', []) if 'bytes_per_s' in figure]
-    return rows_of(['all-to-all', 'transport', 'TB/s'], out)
+    return rows_of(['all-to-all', 'TB/s'], out)
 
 
 def lines(folder):

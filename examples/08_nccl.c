@@ -2,13 +2,12 @@
  *
  *     nvcc -O3 -arch=sm_90a -I . examples/08_nccl.c examples/09_cuda.cu -lnccl -lcublas && \
  *         torchrun --nproc-per-node 4 --no-python ./a.out
- *     torchrun --nproc-per-node 4 --no-python ./a.out --zero-sm        by copy engines; the output says if not, and why
  *
  * Before Hopper: -arch=sm_80. mpirun and srun start it too, or set RANK, WORLD_SIZE and LOCAL_RANK by hand.
  */
 #define PROGRAM "08_nccl"
 #include "common/rendezvous.h" /* who this process is, and NCCL's id from the first process to all; needs PROGRAM */
-#include "upipe/net/upipe_net_nccl_copy.h"
+#include "upipe/net/upipe_net_nccl.h"
 #include "upipe/cuda/upipe_cuda_device.h"
 
 enum { HEADS = 2, DIM = 32, LOCAL = 32, BLOCKS = 64 }; /* heads and tokens a rank */
@@ -21,8 +20,7 @@ typedef struct gpu {
     cublasHandle_t blas;
     ncclComm_t nccl;
     cudaStream_t stream;
-    int zero_sm;
-    void *slab[2]; /* of the team, kept as long as the communicator, and of the rank alone */
+    void *slab[2]; /* of the team, and of the rank alone */
 } gpu;
 
 upipe_status app_ops(upipe_ops *ops, upipe_cuda *cuda, upipe_err *e); /* 09_cuda.cu: nvcc compiles it alone */
@@ -39,9 +37,6 @@ static upipe_status gpu_open(gpu *g, const launch *l, upipe_err *e)
     ncclUniqueId id = {{0}};
     int devices = 1;
     config.blocking = 0; /* else NCCL waits without a deadline for missing ranks */
-#ifdef NCCL_CTA_POLICY_ZERO
-    if (g->zero_sm) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
-#endif
     UPIPE_CUDA_TRY(e, cudaGetDeviceCount(&devices));
     UPIPE_CUDA_TRY(e, cudaSetDevice(l->local % devices)); /* a rank may be shown its own device alone */
     UPIPE_CUDA_TRY(e, cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
@@ -65,8 +60,7 @@ static upipe_status gpu_close(gpu *g, upipe_err *e)
     while (r == ncclInProgress && cli_clock(NULL) < until)
         UPIPE_TRY(nccl_check(e, ncclCommGetAsyncError(g->nccl, &r)));
     UPIPE_TRY(nccl_check(e, r == ncclSuccess ? ncclCommDestroy(g->nccl) : ncclCommAbort(g->nccl)));
-    for (int i = 0; i < 2; ++i)
-        UPIPE_TRY(g->zero_sm ? upipe_nccl_slab_free(g->slab[i], e) : upipe_cuda_slab_free(g->slab[i], e));
+    for (int i = 0; i < 2; ++i) UPIPE_TRY(upipe_cuda_slab_free(g->slab[i], e));
     UPIPE_TRY(upipe_cuda_free(&g->cuda, e));
     UPIPE_CUBLAS_TRY(e, cublasDestroy(g->blas));
     UPIPE_CUDA_TRY(e, cudaStreamDestroy(g->stream));
@@ -94,8 +88,7 @@ static upipe_status run(upipe_ctx *c, gpu *g, int parts, const float *w, float *
     layer.plan = &p, layer.mask.causal = 1, layer.wq = layer.wk = layer.wv = w; /* one matrix will do */
     if (upipe_dry_init(&g->dry, &p, c->ops) || upipe_dry_layer(&g->dry, &layer, 1))
         return c->err = g->dry.ctx.err, c->err.status;
-    UPIPE_TRY(g->zero_sm ? upipe_nccl_slab(slab, *bytes, &c->err) : upipe_cuda_slab(slab, *bytes, &c->err));
-    if (g->zero_sm && !alone) UPIPE_TRY(upipe_nccl_zero_sm(c, &g->team, *slab, *bytes));
+    UPIPE_TRY(upipe_cuda_slab(slab, *bytes, &c->err));
     upipe_mem_init(&mem, *slab, *bytes, blocks, BLOCKS);
     UPIPE_TRY(upipe_mem_alloc(c->mem, &data, upipe_plan_unit_bytes(&p), UPIPE_USE_OTHER, "x", &c->err));
     UPIPE_TRY(c->ops->copy(c, data, x0, upipe_plan_unit_bytes(&p)));
@@ -135,8 +128,7 @@ static upipe_status compare(upipe_ctx *c, gpu *g, const launch *l)
         return upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "off by %g of %g", (double)apart, (double)most);
     UPIPE_TRY(upipe_comm_barrier(c, c->team)); /* so have the others */
     if (l->rank == 0)
-        printf("%d processes over nccl; %s\ngradient of x: %s those of one rank alone\n", l->ranks,
-               g->zero_sm ? g->team.zero_sm_text : "transfers by kernels",
+        printf("%d processes over nccl\ngradient of x: %s those of one rank alone\n", l->ranks,
                apart == 0 ? "the same bits as" : "as");
     UPIPE_TRY(upipe_cuda_host_slab_free(host, &c->err));
     return gpu_close(g, &c->err);
@@ -149,9 +141,8 @@ int main(int argc, char **argv)
     launch l;
     cli_start();
     if (launch_read(&l) != 0) return EXIT_USAGE; /* its sentence is out */
-    if (argc > 2 || (argc == 2 && strcmp(argv[1], "--zero-sm") != 0))
-        return cli_fail("usage: torchrun --nproc-per-node N --no-python 08_nccl [--zero-sm]"), EXIT_USAGE;
-    g.zero_sm = argc == 2;
+    if (argc > 1)
+        return cli_fail("%s? usage: torchrun --nproc-per-node N --no-python 08_nccl", argv[1]), EXIT_USAGE;
     if (compare(&c, &g, &l) == UPIPE_OK) return cli_flush("the result") == 0 ? 0 : EXIT_RUN;
     upipe_comm_abort(&g.team.comm, c.err.text); /* the others wait for this rank */
     return cli_fail("rank %d: no result: %s", l.rank, c.err.text), EXIT_RUN;

@@ -75,7 +75,7 @@ FOREIGN = {
     'mpi.h': ('net/upipe_net_mpi.h',),
     'nccl.h': ('net/upipe_net_nccl_stream.h',),
     'cuda_runtime.h': ('cuda/',),
-    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl_stream.h', 'net/upipe_net_peer_memory.h'),
+    'cuda_runtime_api.h': ('cuda/', 'net/upipe_net_nccl_stream.h'),
     'cublas_v2.h': ('cuda/',),
 }
 

@@ -123,7 +123,6 @@ typedef struct upipe_comm {
     int started;                          /* a transfer is in progress: between start and wait */
     int reported;                         /* this rank has returned the team's failure before */
     int quarantine;                       /* peers may still access the buffers of a failed transfer */
-    int stuck; /* ctx->stream may never get past that transfer: do not synchronize with it */
 } upipe_comm;
 
 #define UPIPE_DEADLINE_DEFAULT 30.0

@@ -132,17 +132,12 @@ UPIPE_API upipe_status upi_fpdt_begin(upipe_ctx *c, upi_fpdt_pass *s, const upip
 }
 
 /* A failed pass frees what it allocated in both pools. The host's pool is read by this rank's own copies
- * alone, so it is freed once they are done. Copies that may be stuck behind a peer may never be done: then it
- * is quarantined. */
+ * alone, which are done. */
 UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_status s, int64_t mark,
                                     int64_t host_mark)
 {
     s = upi_pass_end(c, s, mark);
-    if (s == UPIPE_OK || f == NULL || f->host == NULL) return s;
-    if (c->team->stuck)
-        upipe_mem_quarantine(f->host, host_mark);
-    else
-        upipe_mem_rewind(f->host, host_mark);
+    if (s != UPIPE_OK && f != NULL && f->host != NULL) upipe_mem_rewind(f->host, host_mark);
     return s;
 }
 
@@ -150,8 +145,7 @@ UPIPE_API upipe_status upi_fpdt_end(upipe_ctx *c, const upipe_fpdt *f, upipe_sta
  *   save    written, in the host's pool: upipe_fpdt_free
  *   x       [segment][batch][T][D] of this rank, the plan's type; upipe_fpdt_shard gives the positions
  *   bytes   phases FWD_* of upipe_dry_fpdt
- *   errors  as upipe_layer_fwd and upipe_fpdt_plan. The host's pool is then as before, or quarantined where
- *           copies may be stuck behind a peer
+ *   errors  as upipe_layer_fwd and upipe_fpdt_plan. The host's pool is then as before
  *   paper   section 2 (FPDT); its composition with UPipe is the future work of section 6
  */
 UPIPE_API upipe_status upipe_fpdt_fwd(upipe_ctx *c, const upipe_fpdt *f, upipe_fpdt_saved *save,

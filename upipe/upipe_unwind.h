@@ -18,24 +18,20 @@
  *   comm    another communicator that the pass has used: this rank does not come to its team or ring either. NULL: none
  *
  * A transfer that the failure left between start and wait is ended first. Draining the stream leaves no work of
- * this rank that accesses the pool. A stream that may be stuck behind a peer (comm->stuck) is not waited for:
- * then nothing is freed. Where a peer may still read this rank's memory (comm->quarantine), every block of the
- * pool is quarantined until upipe_mem_release: any of them may be a send buffer.
+ * this rank that accesses the pool. Where a peer may still read this rank's memory (comm->quarantine), every
+ * block of the pool is quarantined until upipe_mem_release: any of them may be a send buffer.
  */
 UPIPE_API upipe_status upipe_unwind(upipe_ctx *c, upipe_status s, int64_t mark, upipe_comm *comm)
 {
     upipe_comm *const comms[3] = {c->team, c->ring, comm};
-    int i, stuck = 0, quarantine = 0;
+    int i, quarantine = 0;
     upipe_err first; /* the failure to report, whatever fails below */
     upipe_fail_reason(&c->err, s);
     first = c->err;
     for (i = 0; i < 3; ++i) upipe_comm_abort(comms[i], first.text);
-    for (i = 0; i < 3; ++i) {
-        if (comms[i] == NULL) continue;
-        if (comms[i]->started) upipe_comm_wait(c, comms[i]);
-        stuck |= comms[i]->stuck;
-    }
-    if (!stuck) c->ops->sync(c);
+    for (i = 0; i < 3; ++i)
+        if (comms[i] != NULL && comms[i]->started) upipe_comm_wait(c, comms[i]);
+    c->ops->sync(c);
     c->err = first;
     for (i = 0; i < 3; ++i) quarantine |= comms[i] != NULL && comms[i]->quarantine;
     if (quarantine)

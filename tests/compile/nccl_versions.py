@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""nccl_versions.py TOP -- upipe_net_nccl_copy.h compiles against the header of every NCCL from 2.28 to the newest that PyPI has
+"""nccl_versions.py TOP -- upipe_net_nccl.h compiles against the header of every NCCL from 2.28 to the newest that PyPI has
 
 Of a wheel (nvidia-nccl-cu13) only the header is fetched (lib/wheels.py). Without a network the test is left out; a header
 that was fetched and does not compile is a failure. CUDA's headers are the toolkit's, or the tests' fakes.
@@ -16,7 +16,7 @@ import wheels  # pylint: disable=wrong-import-position
 
 CACHE = os.path.join(os.environ.get('UPIPE_CACHE') or os.path.join(TOP, 'build', 'cache'), 'nccl')
 FIRST = (2, 28)
-UNIT = '#include "upipe/net/upipe_net_nccl_copy.h"\n#include "upipe/upipe.h"\nint main(void)\n{\n    return 0;\n}\n'
+UNIT = '#include "upipe/net/upipe_net_nccl.h"\n#include "upipe/upipe.h"\nint main(void)\n{\n    return 0;\n}\n'
 FLAGS = ['-fsyntax-only', '-Wall', '-Wextra', '-Wshadow', '-Werror', '-I', TOP]
 
 

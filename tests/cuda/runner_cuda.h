@@ -17,14 +17,12 @@
 
 #include "upipe/cuda/upipe_cuda_side_stream.h"
 #include "upipe/net/upipe_net_nccl.h"
-#include "upipe/net/upipe_net_peer.h"
 
 #include "cuda/device.h"
 
 typedef struct cuda_case {
     run_case run;
-    int nccl; /* ranks meet over NCCL, each on a device of its own; else through the memory of one */
-    int peer; /* ranks' copy engines write into each other's memory, of a device each; 2: the host runs ahead */
+    int nccl;       /* ranks meet over NCCL, each on a device of its own; else through the memory of one */
     int margin;     /* multiprocessors that attention leaves free */
     int side_later; /* the side stream's kernels have no greater priority */
     /* of a rank whose stages overlap: before it runs, and with opened = 0 when it has */
@@ -48,14 +46,12 @@ typedef struct cuda_rank {
     upipe_ops ops; /* the device's, with cuda_cast */
     upipe_nccl nccl;
     ncclComm_t comm;
-    upipe_peer peer;
 } cuda_rank;
 
 typedef struct cuda_state {
     cuda_case *test;
     run_state run;
     int opened; /* ranks that hold something */
-    void *buf;  /* of upipe_peer */
     int64_t moved[RUN_MAX];
     cuda_rank ranks[RUN_MAX];
 } cuda_state;
@@ -95,35 +91,6 @@ static upipe_status cuda_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
     return s;
 }
 
-static size_t cuda_slab_bytes(const cuda_state *s, const cuda_rank *me);
-
-/* Slab and gradients are what peers write to; what init has written there is zero again. */
-static upipe_status cuda_peer_open(upipe_ctx *c, cuda_state *s, cuda_rank *me, int rank)
-{
-    upipe_peer_slab slabs[2 + RUN_GRADS];
-    upipe_peer_desc d;
-    memset(&d, 0, sizeof d);
-    d.buf = s->buf;
-    d.slabs = slabs;
-    d.rank = rank;
-    d.ranks = s->test->run.ranks;
-    slabs[d.slabs_n].data = me->slab;
-    slabs[d.slabs_n++].bytes = cuda_slab_bytes(s, me);
-    for (int j = 0; j < RUN_GRADS; ++j) {
-        slabs[d.slabs_n].data = me->grads[j];
-        slabs[d.slabs_n].bytes = (size_t)block_count(&s->test->run.shape, run_grads[j]) * 4;
-        d.slabs_n += slabs[d.slabs_n].bytes > 0;
-    }
-    slabs[d.slabs_n].data = me->own->dwg;
-    slabs[d.slabs_n].bytes = (size_t)block_count(&s->test->run.shape, "wg") * 4;
-    d.slabs_n += slabs[d.slabs_n].bytes > 0;
-    UPIPE_TRY(upipe_peer_init(&me->peer, &d, &c->err));
-    for (int j = 1; j < d.slabs_n; ++j) UPIPE_TRY(c->ops->zero(c, slabs[j].data, (size_t)d.ranks * 8));
-    me->peer.ahead = s->test->peer == 2;
-    c->team = &me->peer.comm;
-    return UPIPE_OK;
-}
-
 static upipe_status cuda_rank_main(void *user, int rank)
 {
     cuda_state *s = (cuda_state *)user;
@@ -136,8 +103,7 @@ static upipe_status cuda_rank_main(void *user, int rank)
     c.side_stream = s->test->run.overlap ? &me->side_stream : NULL;
     c.ops = &me->ops;
     c.team = s->test->nccl ? &me->nccl.comm : grid_team(&s->run.grid, rank);
-    status = s->test->peer ? cuda_peer_open(&c, s, me, rank) : UPIPE_OK;
-    if (status == UPIPE_OK) status = run_rank(&c, &s->run, rank, me->grads, s->moved);
+    status = run_rank(&c, &s->run, rank, me->grads, s->moved);
     s->run.r->errors[rank] = c.err;
     s->run.r->live[rank] = me->mem.live;
     if (status == UPIPE_OK) {
@@ -148,7 +114,6 @@ static upipe_status cuda_rank_main(void *user, int rank)
         upipe_mem_rewind(&me->mem, 0);
     }
     s->test->calls[rank] = fake_calls(rank);
-    if (s->test->peer) CHECK_STATUS(upipe_peer_free(&me->peer, &c.err), UPIPE_OK, c.err);
     return status;
 }
 
@@ -330,8 +295,6 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
         if (status == UPIPE_OK) sent += upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1);
     }
     device_close(&probe);
-    s->buf = aligned_alloc(128, (upipe_peer_bytes(ranks) + 127) / 128 * 128);
-    memset(s->buf, 0, upipe_peer_bytes(ranks));
     r->plan = s->run.own[0].plan;
     r->bytes = s->run.own[0].bytes;
     r->need = s->run.own[0].need;
@@ -339,7 +302,7 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
         size_t before = fake_device_live();
         fake_peak_reset();
         for (; s->opened < ranks; ++s->opened) {
-            if (test->nccl || test->peer) DEVICE_CHECK(cudaSetDevice(s->opened));
+            if (test->nccl) DEVICE_CHECK(cudaSetDevice(s->opened));
             cuda_rank_open(s, &s->ranks[s->opened], &bytes);
         }
         status = grid_init(&s->run.grid, ranks, 1, 0, test->run.deadline > 0 ? test->run.deadline : 60, &err);
@@ -362,7 +325,6 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
     if (test->nccl && s->opened > 0) cuda_nccl_close(s, status != UPIPE_OK);
     while (s->opened > 0) cuda_rank_close(s, &s->ranks[--s->opened]);
     DEVICE_CHECK(cudaSetDevice(0));
-    free(s->buf);
     free(s);
     buffers_free(mark);
     CHECK(fake_check_clean());

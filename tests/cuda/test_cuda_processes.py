@@ -118,16 +118,7 @@ def test_killed(_):
     nothing_left(before, 500)
 
 
-def test_killed_in_setup(_):
-    """Hosts that compare transfers by copy engines share a file, which rank 0 makes; its launcher ends the other."""
-    before = shared()
-    for k in range(60, 180, 3) if FULL else (90, 97, 104, 111):
-        done = run_ranks([os.path.join(FOLDER, 'fake_08_nccl'), '--zero-sm'], 'aa', {0: {'FAKE_FAIL': f'{k}k'}}, all_fall=True)
-        equal([one[0] for one in done], [-9, -9], f'how they end, rank 0 killed at call {k}')
-        nothing_left(before, k)
-
-
 if __name__ == '__main__':
     if len(sys.argv) > 3:
         sys.exit(abi_rank(int(os.environ['RANK'])))
-    sys.exit(run_tests('cuda_processes', test_ports, test_abi, test_one_device, test_killed, test_killed_in_setup))
+    sys.exit(run_tests('cuda_processes', test_ports, test_abi, test_one_device, test_killed))

@@ -109,14 +109,14 @@ class Device:
         numbers = {'tokens': value('--tokens'), 'ranks': value('--ranks')}
         if words[0] == 'block':
             numbers.update(method='ulysses' if value('--chunk') == 32 else 'upipe', overlap='--overlap' in words,
-                           transport='threads', fwd_seconds=0.08, bwd_seconds=0.25, plan_bytes=1 << 30,
+                           fwd_seconds=0.08, bwd_seconds=0.25, plan_bytes=1 << 30,
                            peak_bytes=1 << 30, driver_beyond_slabs_bytes=0)
             return 6, None if self.hangs and '--avoid' not in words else 0, json.dumps(numbers), ''
         if words[0] == 'roofline':
             return 3, 0, json.dumps({'copy_bytes_per_s': 3e12, 'product_flop_per_s': 7.9e14}), ''
         if words[0] == 'rows':
             return 4, 0, json.dumps({'ops': [{'name': 'rope', 'bytes': 1 << 28, 'bytes_per_s': 2.5e12}]}), ''
-        return 3, 0, json.dumps({**numbers, 'transport': 'threads', 'bytes_per_s': 2e12}), ''
+        return 3, 0, json.dumps({**numbers, 'bytes_per_s': 2e12}), ''
 
     def attention(self, words, value):
         tokens, dim, heads, full = value('--tokens'), value('--head-dim'), value('--heads'), '--full' in words

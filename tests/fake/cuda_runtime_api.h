@@ -13,7 +13,7 @@
 #define cudaStreamLegacy ((cudaStream_t)0x1)
 
 enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1 };
-enum { cudaEventDefault = 0, cudaEventDisableTiming = 2, cudaEventInterprocess = 4 };
+enum { cudaEventDefault = 0, cudaEventDisableTiming = 2 };
 enum { cudaHostAllocDefault = 0 };
 
 typedef enum cudaError {
@@ -22,19 +22,15 @@ typedef enum cudaError {
     cudaErrorMemoryAllocation = 2,
     cudaErrorInitializationError = 3,
     cudaErrorInvalidConfiguration = 9,
-    cudaErrorInvalidPitchValue = 12,
     cudaErrorInvalidMemcpyDirection = 21,
     cudaErrorInvalidDeviceFunction = 98,
     cudaErrorNoDevice = 100,
     cudaErrorInvalidDevice = 101,
-    cudaErrorMapBufferObjectFailed = 205,
     cudaErrorNoKernelImageForDevice = 209,
-    cudaErrorPeerAccessUnsupported = 217,
     cudaErrorInvalidResourceHandle = 400,
     cudaErrorIllegalState = 401,
     cudaErrorNotReady = 600,
     cudaErrorLaunchOutOfResources = 701,
-    cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorLaunchFailure = 719,
     cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureInvalidated = 901,
@@ -69,8 +65,7 @@ enum cudaDeviceAttr {
     cudaDevAttrMultiProcessorCount = 16,
     cudaDevAttrComputeCapabilityMajor = 75,
     cudaDevAttrComputeCapabilityMinor = 76,
-    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
-    cudaDevAttrIpcEventSupport = 125
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
 };
 
 /* A few of CUDA's fields. */
@@ -90,17 +85,6 @@ struct cudaPointerAttributes {
     int device;
     void *devicePointer, *hostPointer;
 };
-
-#define CUDA_IPC_HANDLE_SIZE           64
-#define cudaIpcMemLazyEnablePeerAccess 0x01
-
-typedef struct cudaIpcMemHandle_st {
-    char reserved[CUDA_IPC_HANDLE_SIZE];
-} cudaIpcMemHandle_t;
-
-typedef struct cudaIpcEventHandle_st {
-    char reserved[CUDA_IPC_HANDLE_SIZE];
-} cudaIpcEventHandle_t;
 
 typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
@@ -135,15 +119,6 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
 cudaError_t cudaMemcpy(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind);
 cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream);
-cudaError_t cudaMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
-                              size_t height, enum cudaMemcpyKind kind, cudaStream_t stream);
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer);
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned int flags);
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *p);
-cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned int flags);
-cudaError_t cudaIpcCloseMemHandle(void *p);
-cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *out, cudaEvent_t event);
-cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *out, cudaIpcEventHandle_t handle);
 cudaError_t cudaMemset(void *dst, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void *dst, int value, size_t bytes, cudaStream_t stream);
 

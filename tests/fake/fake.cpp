@@ -716,7 +716,6 @@ void fake_release(void *p, fake_place place, const char *who)
     if (at == g.blocks.end()) fake_finding("%s: %p is no allocation", who, p);
     if (at->second.place != place)
         fake_finding("%s: %p is %s memory", who, p, place == FAKE_DEVICE ? "pinned" : "device");
-    if (place == FAKE_DEVICE) fake_ipc_freed(p, who);
     if (!g.dead) fake_drain(at->second.device, who);
     block b = g.blocks[(uintptr_t)p];
     protect(b, PROT_READ | PROT_WRITE);
@@ -758,12 +757,6 @@ fake_place fake_where(const void *p, size_t bytes, const char *who, const char *
     return b->place;
 }
 
-void *fake_base(const void *p)
-{
-    const block *b = find(all(), p);
-    return b != NULL ? b->p : NULL;
-}
-
 void fake_reachable(const void *p, size_t bytes, const char *who, const char *operand)
 {
     if (bytes > 0 && fake_where(p, bytes, who, operand, NULL) == FAKE_PAGEABLE)
@@ -787,11 +780,6 @@ size_t fake_left(int device, size_t *total)
 int fake_device()
 {
     return this_device;
-}
-
-int fake_this_rank()
-{
-    return this_rank;
 }
 
 void fake_set_device(int d)

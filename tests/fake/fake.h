@@ -10,13 +10,9 @@
  *            fault ends the process with a line that says what was touched.
  *   misuse   that the real library would leave undefined (an operand past the end of its allocation, a host
  *            pointer that the device cannot reach, a freed handle, a double free) is a finding: it ends the
- *            process with a report.
+ *            process with a report. So is a copy between devices: none has access to another's memory.
  *   NCCL     ranks are threads or processes, with a device each; sends meet receives in order; a rank that never comes is
- *            waited for. An all-to-all inside symmetric windows, of a communicator without multiprocessors, is
- *            the copy engines': a rank that would write where its peer does not receive is a finding.
- *
- *   IPC      ranks are threads that stand for processes: what one exports others open, and close before the owner frees it;
- *            else a finding, as is a copy between devices without access.
+ *            waited for.
  *
  * Environment: FAKE_SEED (0: nothing runs until it is forced), FAKE_EAGER=1 (everything runs at once),
  * FAKE_FAIL=k[s|k] (the k-th call of the process fails, 's': and all later ones, 'k': it kills the process), FAKE_HOST (the
@@ -67,25 +63,11 @@ const char *fake_failed(void);
  * asking again and again. Of the rank, by fake_rank; waits for what was done already do not count. */
 long fake_waits(int rank);
 
-/* ---- what the machine has ---- */
+/* ---- NCCL ---- */
 
-/* Whom ncclCommWindowRegister, which succeeds, gives a window: 0: nobody; 1: all but rank 0; 2: all, the default. */
-void fake_symmetric(int whom);
-/* How many ranks ncclTeamLsa has; 0: all, the default; -1: it fails. With fewer the copy engines move nothing. */
-void fake_domain(int ranks);
-/* What cudaDriverGetVersion says to this rank, that of fake_rank; 0: CUDART_VERSION, the default for all. */
-void fake_driver(int rank, int version);
-/* What ncclGetVersion says to this rank, that of fake_rank, and what its library then can do; -1: to every other one;
- * 0: NCCL_VERSION_CODE, the default. Before 2.30.7 windows of unequal sizes are a finding, before 2.31 a call with a
- * configuration of its own is. */
-void fake_nccl_version(int rank, int version);
-/* Which devices reach each other: 0: none; 1: all, the default. Of a process, and between processes. */
-void fake_peers(int on);
 /* Whether NCCL's operations of two communicators at the same time on one device are a finding; 0: no, the default. */
 void fake_one_at_a_time(int on);
-/* All-to-alls that went to the copy engines, all ranks together, since the last call. */
-long fake_engine_calls(void);
-/* All-gathers of bytes, likewise. */
+/* All-gathers of bytes, all ranks together, since the last call. */
 long fake_gather_calls(void);
 
 /* ---- residency ---- */

@@ -202,8 +202,6 @@ void fake_load(const char *name);
 size_t fake_left(int device, size_t *total);
 /* Where a range lies; one that is partly outside its allocation, or in a freed one, is a finding. */
 fake_place fake_where(const void *p, size_t bytes, const char *who, const char *operand, int *device);
-/* Where the allocation that holds the address begins; NULL: none does. */
-void *fake_base(const void *p);
 /* A range that the device can reach; else a finding. */
 void fake_reachable(const void *p, size_t bytes, const char *who, const char *operand);
 
@@ -215,12 +213,9 @@ void fake_open();
 /* ---- the rest of the state ---- */
 
 int fake_device();           /* the thread's current one */
-int fake_this_rank();        /* as fake_rank named it */
 void fake_set_device(int d); /* no check */
 enum { FAKE_DEVICES = 16 };
 
-/* fake_cuda.cpp: memory is freed; another rank that has it open is a finding. */
-void fake_ipc_freed(const void *p, const char *who);
 /* fake_nccl.cpp, called while an operation of a group is first in its queue */
 fake_step fake_group_step(const std::shared_ptr<fake_group> &group, std::vector<CUstream_st *> &path);
 /* Whether it waits for what another rank's host has not enqueued yet. */

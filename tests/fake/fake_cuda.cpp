@@ -4,16 +4,11 @@
 
 #include <cstdio>
 #include <cstring>
-#include <map>
-#include <set>
 #include <vector>
 
 struct CUevent_st {
     bool timed, live;
-    bool shared = false;      /* made to be exported */
-    CUevent_st *of = nullptr; /* another rank's, opened here */
-    int opened = 0;           /* by how many it is open */
-    fake_point point;         /* of its last record; no stream: never recorded */
+    fake_point point; /* of its last record; no stream: never recorded */
     std::shared_ptr<double> when;
     fake_capture_ref capture; /* that its last record was captured into, behind these nodes */
     std::vector<size_t> nodes;
@@ -23,12 +18,6 @@ namespace
 {
 
 thread_local cudaError_t last_error;
-/* Ranks with a driver of their own. */
-std::map<int, int> &drivers()
-{
-    static auto *map = new std::map<int, int>;
-    return *map;
-}
 
 cudaError_t keep(cudaError_t e)
 {
@@ -54,65 +43,13 @@ CUevent_st *event(cudaEvent_t handle)
     return fake_alive(handle, "event", "a call");
 }
 
-/* The one that is recorded: this, or another rank's that is opened as this. */
-CUevent_st *origin(CUevent_st *e)
-{
-    return e->of != nullptr ? event(e->of) : e;
-}
-
-/* ---- access between devices, and between ranks that stand for processes ---- */
-
-int reach = 1;
-
-struct mapping {
-    void *p;
-    int rank, owner; /* who opened, who exported */
-};
-
-struct ipc_handle {
-    uint64_t mark;
-    void *p; /* an allocation's beginning, or an event */
-    int rank, device;
-};
-
-const uint64_t ipc_memory = 0x6d656d6f7279, ipc_event = 0x6576656e74;
-
-/* The current device reaches the other. */
-std::set<std::pair<int, int>> &access()
-{
-    static auto *set = new std::set<std::pair<int, int>>;
-    return *set;
-}
-
-std::vector<mapping> &mappings()
-{
-    static auto *list = new std::vector<mapping>;
-    return *list;
-}
-
-void check_access(const CUstream_st *s, fake_place place, int device, const char *who)
-{
-    if (place == FAKE_DEVICE && device != s->device && access().count({s->device, device}) == 0)
-        fake_finding("%s: device %d has no access to device %d", who, s->device, device);
-}
-
 /* ---- copies ---- */
 
-/* `height` rows of `width` bytes. */
-struct rect {
-    char *dst;
-    const char *src;
-    size_t dst_pitch, src_pitch, width, height;
-};
-
-size_t span(size_t pitch, size_t width, size_t height)
+/* A device has no access to another's memory. */
+void check_access(const CUstream_st *s, fake_place place, int device, const char *who)
 {
-    return (height - 1) * pitch + width;
-}
-
-void move(const rect &r)
-{
-    for (size_t i = 0; i < r.height; ++i) memcpy(r.dst + i * r.dst_pitch, r.src + i * r.src_pitch, r.width);
+    if (place == FAKE_DEVICE && device != s->device)
+        fake_finding("%s: device %d has no access to device %d", who, s->device, device);
 }
 
 bool kind_fits(enum cudaMemcpyKind kind, bool from_device, bool to_device)
@@ -131,50 +68,44 @@ bool kind_fits(enum cudaMemcpyKind kind, bool from_device, bool to_device)
     }
 }
 
-cudaError_t copy(const fake_call &call, rect r, enum cudaMemcpyKind kind, cudaStream_t handle, bool blocking)
+cudaError_t copy(const fake_call &call, void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
+                 cudaStream_t handle, bool blocking)
 {
     CUstream_st *s = fake_stream(handle);
     const char *who = call.name;
     if (call.fails) return fail(call, cudaErrorUnknown);
     if ((unsigned)kind > cudaMemcpyDefault) return keep(cudaErrorInvalidMemcpyDirection);
-    if (r.width == 0 || r.height == 0) return cudaSuccess;
-    if (r.dst == NULL || r.src == NULL) return keep(cudaErrorInvalidValue);
+    if (bytes == 0) return cudaSuccess;
+    if (to == NULL || from == NULL) return keep(cudaErrorInvalidValue);
     cudaError_t captured = blocking ? fake_unsafe() : cudaSuccess;
     if (captured == cudaSuccess) captured = fake_may(s);
     if (captured != cudaSuccess) return keep(captured);
-    if (r.height > 1 && (r.width > r.dst_pitch || r.width > r.src_pitch))
-        return keep(cudaErrorInvalidPitchValue);
-    size_t to = span(r.dst_pitch, r.width, r.height), from = span(r.src_pitch, r.width, r.height);
     int dst_device, src_device;
-    fake_place dst = fake_where(r.dst, to, who, "the destination", &dst_device);
-    fake_place src = fake_where(r.src, from, who, "the source", &src_device);
+    fake_place dst = fake_where(to, bytes, who, "the destination", &dst_device);
+    fake_place src = fake_where(from, bytes, who, "the source", &src_device);
     check_access(s, dst, dst_device, who);
     check_access(s, src, src_device, who);
     if (!kind_fits(kind, src == FAKE_DEVICE, dst == FAKE_DEVICE))
         fake_finding("%s: kind %d does not fit the pointers", who, (int)kind);
-    if (r.height == 1 && r.dst < r.src + r.width && r.src < r.dst + r.width)
+    if ((char *)to < (const char *)from + bytes && (const char *)from < (char *)to + bytes)
         fake_finding("%s: source and destination overlap", who);
     /* as a node it would read or write the host's memory at every launch: more than a host can keep in mind */
     if (s->capture != nullptr && (src == FAKE_PAGEABLE || dst == FAKE_PAGEABLE)) {
         fake_spoil(s->capture);
         return keep(cudaErrorStreamCaptureUnsupported);
     }
-    fake_point p;
     if (src == FAKE_PAGEABLE && dst == FAKE_DEVICE) {
-        auto staged = std::make_shared<std::vector<char>>(r.width * r.height);
-        rect in = {staged->data(), r.src, r.width, r.src_pitch, r.width, r.height};
-        move(in);
-        p = fake_append(s, who, [=] {
-            rect out = {r.dst, staged->data(), r.dst_pitch, r.width, r.width, r.height};
-            fake_where(r.dst, to, who, "the destination", NULL);
-            move(out);
+        auto staged = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + bytes);
+        fake_append(s, who, [=] {
+            fake_where(to, bytes, who, "the destination", NULL);
+            memcpy(to, staged->data(), bytes);
         });
         return cudaSuccess;
     }
-    p = fake_append(s, who, [=] {
-        fake_where(r.dst, to, who, "the destination", NULL);
-        fake_where(r.src, from, who, "the source", NULL);
-        move(r);
+    fake_point p = fake_append(s, who, [=] {
+        fake_where(to, bytes, who, "the destination", NULL);
+        fake_where(from, bytes, who, "the source", NULL);
+        memcpy(to, from, bytes);
     });
     /* to and from host memory that is not pinned, or between host memory, the call waits */
     bool host = src != FAKE_DEVICE && dst != FAKE_DEVICE;
@@ -243,13 +174,9 @@ const error_text texts[] = {
     ERROR_TEXT(cudaErrorMemoryAllocation, "out of memory"),
     ERROR_TEXT(cudaErrorInitializationError, "initialization error"),
     ERROR_TEXT(cudaErrorInvalidConfiguration, "invalid configuration argument"),
-    ERROR_TEXT(cudaErrorInvalidPitchValue, "invalid pitch argument"),
     ERROR_TEXT(cudaErrorInvalidMemcpyDirection, "invalid copy direction for memcpy"),
     ERROR_TEXT(cudaErrorInvalidDeviceFunction, "invalid device function"),
-    ERROR_TEXT(cudaErrorMapBufferObjectFailed, "mapping of buffer object failed"),
     ERROR_TEXT(cudaErrorNoKernelImageForDevice, "no kernel image is available for execution on the device"),
-    ERROR_TEXT(cudaErrorPeerAccessUnsupported, "peer access is not supported between these two devices"),
-    ERROR_TEXT(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled"),
     ERROR_TEXT(cudaErrorNoDevice, "no CUDA-capable device is detected"),
     ERROR_TEXT(cudaErrorInvalidDevice, "invalid device ordinal"),
     ERROR_TEXT(cudaErrorInvalidResourceHandle, "invalid resource handle"),
@@ -298,8 +225,6 @@ int attribute(enum cudaDeviceAttr attr)
         return capability() / 10;
     case cudaDevAttrComputeCapabilityMinor:
         return capability() % 10;
-    case cudaDevAttrIpcEventSupport:
-        return reach;
     }
     return -1;
 }
@@ -411,22 +336,14 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *out, const vo
 cudaError_t cudaMemcpy(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind)
 {
     fake_call call("cudaMemcpy");
-    return copy(call, {(char *)dst, (const char *)src, bytes, bytes, bytes, 1}, kind, NULL, true);
+    return copy(call, dst, src, bytes, kind, NULL, true);
 }
 
 cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind,
                             cudaStream_t stream)
 {
     fake_call call("cudaMemcpyAsync");
-    return copy(call, {(char *)dst, (const char *)src, bytes, bytes, bytes, 1}, kind, stream, false);
-}
-
-cudaError_t cudaMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
-                              size_t height, enum cudaMemcpyKind kind, cudaStream_t stream)
-{
-    fake_call call("cudaMemcpy2DAsync");
-    return copy(call, {(char *)dst, (const char *)src, dst_pitch, src_pitch, width, height}, kind, stream,
-                false);
+    return copy(call, dst, src, bytes, kind, stream, false);
 }
 
 cudaError_t cudaMemset(void *dst, int value, size_t bytes)
@@ -508,7 +425,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
 {
     fake_call call("cudaStreamWaitEvent");
     CUstream_st *s = fake_stream(stream);
-    CUevent_st *e = origin(event(handle));
+    CUevent_st *e = event(handle);
     if (call.fails) return fail(call, cudaErrorInvalidResourceHandle);
     if (flags != 0) return keep(cudaErrorInvalidValue);
     if (fake_may(s) != cudaSuccess) return keep(fake_may(s));
@@ -523,10 +440,9 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t handle, unsigne
 static cudaError_t event_new(const fake_call &call, cudaEvent_t *out, unsigned int flags)
 {
     if (call.fails) return fail(call, cudaErrorMemoryAllocation);
-    if (out == NULL || flags > 7) return keep(cudaErrorInvalidValue);
-    bool timed = (flags & cudaEventDisableTiming) == 0, shared = (flags & cudaEventInterprocess) != 0;
-    if (timed && shared) return keep(cudaErrorInvalidValue);
-    *out = fake_made(new CUevent_st{timed, true, shared, nullptr, 0, {NULL, 0}, nullptr, nullptr, {}});
+    if (out == NULL || (flags & ~(unsigned)cudaEventDisableTiming) != 0) return keep(cudaErrorInvalidValue);
+    bool timed = (flags & cudaEventDisableTiming) == 0;
+    *out = fake_made(new CUevent_st{timed, true, {NULL, 0}, nullptr, nullptr, {}});
     return cudaSuccess;
 }
 
@@ -545,9 +461,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned int flags)
 cudaError_t cudaEventDestroy(cudaEvent_t handle)
 {
     fake_call call("cudaEventDestroy");
-    if (event(handle)->opened > 0) fake_finding("%s: another rank has the event open", call.name);
-    if (handle->of != nullptr) --origin(handle)->opened;
-    handle->live = false;
+    event(handle)->live = false;
     --fake_handles;
     return done(call, cudaErrorLaunchFailure);
 }
@@ -573,7 +487,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream)
 cudaError_t cudaEventQuery(cudaEvent_t handle)
 {
     fake_call call("cudaEventQuery", true);
-    CUevent_st *e = origin(event(handle));
+    CUevent_st *e = event(handle);
     if (asked(e) != cudaSuccess && !call.fails) return keep(asked(e));
     if (e->point.stream == NULL && !call.fails) return cudaSuccess;
     return query(call, e->point);
@@ -598,116 +512,6 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end)
         return keep(cudaErrorInvalidResourceHandle);
     if (!fake_passed(a->point) || !fake_passed(b->point)) return keep(cudaErrorNotReady);
     *ms = (float)((*b->when - *a->when) * 1e3);
-    return cudaSuccess;
-}
-
-/* ---- other devices, other processes ---- */
-
-void fake_peers(int on)
-{
-    fake_look look;
-    reach = on;
-    if (!on) access().clear();
-}
-
-cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer)
-{
-    fake_call call("cudaDeviceCanAccessPeer");
-    if (call.fails) return fail(call, cudaErrorInvalidDevice);
-    if (device < 0 || device >= FAKE_DEVICES || peer < 0 || peer >= FAKE_DEVICES)
-        return keep(cudaErrorInvalidDevice);
-    *can = reach && device != peer;
-    return cudaSuccess;
-}
-
-cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned int flags)
-{
-    fake_call call("cudaDeviceEnablePeerAccess");
-    if (call.fails) return fail(call, cudaErrorInvalidDevice);
-    if (flags != 0 || peer == fake_device()) return keep(cudaErrorInvalidValue);
-    if (!reach) return keep(cudaErrorPeerAccessUnsupported);
-    return access().insert({fake_device(), peer}).second ? cudaSuccess
-                                                         : keep(cudaErrorPeerAccessAlreadyEnabled);
-}
-
-template <class T> static void pack(T *out, ipc_handle h)
-{
-    static_assert(sizeof h <= sizeof *out, "a handle");
-    memset(out, 0, sizeof *out);
-    memcpy(out, &h, sizeof h);
-}
-
-template <class T> static ipc_handle unpack(const T &in)
-{
-    ipc_handle h;
-    memcpy(&h, &in, sizeof h);
-    return h;
-}
-
-cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *out, void *p)
-{
-    fake_call call("cudaIpcGetMemHandle");
-    int device;
-    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
-    if (fake_where(p, 0, call.name, "the memory", &device) != FAKE_DEVICE) return keep(cudaErrorInvalidValue);
-    pack(out, {ipc_memory, fake_base(p), fake_this_rank(), device}); /* of the whole, whatever the address */
-    return cudaSuccess;
-}
-
-cudaError_t cudaIpcOpenMemHandle(void **out, cudaIpcMemHandle_t handle, unsigned int flags)
-{
-    fake_call call("cudaIpcOpenMemHandle");
-    ipc_handle h = unpack(handle);
-    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
-    if (flags != cudaIpcMemLazyEnablePeerAccess || h.mark != ipc_memory) return keep(cudaErrorInvalidValue);
-    if (h.rank == fake_this_rank())
-        return keep(cudaErrorInvalidValue); /* a process opens no handle of its own */
-    if (!reach && h.device != fake_device()) return keep(cudaErrorPeerAccessUnsupported);
-    if (h.device != fake_device()) access().insert({fake_device(), h.device});
-    mappings().push_back({h.p, fake_this_rank(), h.rank});
-    ++fake_handles;
-    *out = h.p;
-    return cudaSuccess;
-}
-
-cudaError_t cudaIpcCloseMemHandle(void *p)
-{
-    fake_call call("cudaIpcCloseMemHandle");
-    std::vector<mapping> &all = mappings();
-    for (size_t i = 0; i < all.size(); ++i)
-        if (all[i].p == p && all[i].rank == fake_this_rank()) {
-            all.erase(all.begin() + (long)i);
-            --fake_handles;
-            return done(call, cudaErrorMapBufferObjectFailed);
-        }
-    fake_finding("%s: %p is not open here", call.name, p);
-}
-
-void fake_ipc_freed(const void *p, const char *who)
-{
-    for (auto &m : mappings())
-        if (m.p == p) fake_finding("%s: rank %d has memory of rank %d open", who, m.rank, m.owner);
-}
-
-cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *out, cudaEvent_t handle)
-{
-    fake_call call("cudaIpcGetEventHandle");
-    CUevent_st *e = event(handle);
-    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
-    if (!e->shared) return keep(cudaErrorInvalidResourceHandle);
-    pack(out, {ipc_event, e, fake_this_rank(), fake_device()});
-    return cudaSuccess;
-}
-
-cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *out, cudaIpcEventHandle_t handle)
-{
-    fake_call call("cudaIpcOpenEventHandle");
-    ipc_handle h = unpack(handle);
-    if (call.fails) return fail(call, cudaErrorMapBufferObjectFailed);
-    if (h.mark != ipc_event || h.rank == fake_this_rank()) return keep(cudaErrorInvalidValue);
-    CUevent_st *e = event((CUevent_st *)h.p);
-    *out = fake_made(new CUevent_st{false, true, false, e, 0, {NULL, 0}, nullptr, nullptr, {}});
-    ++e->opened;
     return cudaSuccess;
 }
 
@@ -795,15 +599,8 @@ cudaError_t cudaDriverGetVersion(int *version)
 {
     fake_call call("cudaDriverGetVersion");
     if (call.fails) return fail(call, cudaErrorInitializationError);
-    auto odd = drivers().find(fake_this_rank());
-    *version = odd != drivers().end() && odd->second != 0 ? odd->second : CUDART_VERSION;
+    *version = CUDART_VERSION;
     return cudaSuccess;
-}
-
-void fake_driver(int rank, int version)
-{
-    fake_look look;
-    drivers()[rank] = version;
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest)

@@ -21,7 +21,6 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <map>
-#include <set>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -34,7 +33,6 @@ struct part {
     int peer;
     bool done;
     const char *call; /* a collective's parts meet that collective's; "" between single sends and receives */
-    size_t place; /* of copy engines: where the bytes land in the receiver's window, as this side has it */
     size_t pieces = 0, moved = 0; /* and their bytes */
 };
 
@@ -69,7 +67,6 @@ enum { ABSENT, COMING, LIVE, GONE };
 /* A rank, as the others see it. */
 struct member {
     std::atomic<int> state;
-    std::atomic<size_t> windows; /* registrations begun */
     pid_t process;
     int device;
     char host[64];
@@ -79,7 +76,7 @@ struct member {
 struct alignas(4096) mailbox {
     std::atomic<uint64_t> sends, receives; /* offered so far */
     std::atomic<uint64_t> put, taken;      /* pieces */
-    size_t bytes, place;                   /* of the message */
+    size_t bytes;                          /* of the message */
     char call[64], piece[PIECE];
 };
 static_assert(sizeof(mailbox) == 1 << 16, "whole pages");
@@ -105,7 +102,6 @@ struct team {
     const uint64_t mark;
     int ranks = 0;
     bool apart = false;              /* in several processes */
-    std::vector<size_t> windows;     /* bytes, in the order of the calls */
     std::vector<ncclComm_t> members; /* NULL: not come, or in another process */
     std::map<std::pair<int, int>, channel> channels;
     explicit team(board *b) : at(b), mark(b->mark)
@@ -121,18 +117,8 @@ struct team {
 
 } /* namespace */
 
-struct ncclWindow_vidmem {
-    char *p;
-    size_t bytes;
-    bool symmetric, live;
-};
-
 struct ncclComm {
     std::shared_ptr<team> of;
-    int policy;
-    std::vector<ncclWindow_t> windows;
-    ncclWindow_t *window_out; /* of the registration under way */
-    size_t registered;        /* registrations begun */
     int rank, device;
     bool blocking, live, ready, finalizing;
     ncclResult_t error;          /* lasting */
@@ -254,52 +240,8 @@ std::shared_ptr<team> team_of(const ncclUniqueId &id)
     return t;
 }
 
-int symmetric = 2;
-int domain; /* 0: all ranks; -1: nobody knows */
-long engine_calls, gather_calls;
+long gather_calls;
 bool one_at_a_time;
-
-std::map<int, int> &versions()
-{
-    static auto *map = new std::map<int, int>;
-    return *map;
-}
-
-/* The library's that this rank has. */
-int version_here()
-{
-    for (int rank : {fake_this_rank(), -1}) {
-        auto found = versions().find(rank);
-        if (found != versions().end() && found->second != 0) return found->second;
-    }
-    return NCCL_VERSION_CODE;
-}
-
-/* What ncclMemAlloc gave. */
-std::set<void *> &slabs()
-{
-    static auto *set = new std::set<void *>;
-    return *set;
-}
-
-bool live_window(ncclWindow_t w)
-{
-    return w != NULL && w->live;
-}
-
-/* The symmetric window that holds the address. */
-ncclWindow_t window_of(ncclComm_t comm, const void *p)
-{
-    for (auto w : comm->windows)
-        if (live_window(w) && w->symmetric && (const char *)p >= w->p && (const char *)p < w->p + w->bytes)
-            return w;
-    return NULL;
-}
-
-int domain_of(ncclComm_t comm)
-{
-    return domain > 0 ? domain : comm->of->ranks;
-}
 
 ncclResult_t refuse(ncclComm_t comm, ncclResult_t r, const char *why)
 {
@@ -332,8 +274,6 @@ bool lost(ncclComm_t comm)
     team &t = *comm->of;
     if (!t.left()) return false;
     if (t.come() < t.ranks) return true;
-    for (int r = 0; r < t.ranks && comm->window_out != NULL; ++r)
-        if (t.at->members[r].state == GONE && t.at->members[r].windows < comm->registered) return true;
     for (auto &g : comm->order)
         for (auto &p : g->parts) {
             if (p.done || g->dropped || !g->started || t.at->members[p.peer].state != GONE) continue;
@@ -345,10 +285,8 @@ bool lost(ncclComm_t comm)
 
 void enqueue(const group_ref &g)
 {
-    /* copy engines take none */
-    bool kernel = g->parts.empty() || strstr(g->parts[0].call, "copy engines") == NULL;
     g->point = fake_append(g->stream, "ncclGroup", nullptr, {}, g,
-                           {kernel, FAKE_NCCL_THREADS, FAKE_NCCL_REGISTERS, 0, 0});
+                           {1, FAKE_NCCL_THREADS, FAKE_NCCL_REGISTERS, 0, 0});
     if (g->stream->capture != nullptr) return; /* fake_group_launch enqueues it, and again */
     g->comm->order.push_back(g);
     prune(g->comm);
@@ -376,12 +314,6 @@ ncclResult_t look(ncclComm_t comm)
         if (t.apart) std::thread(serve, comm, comm->of).detach();
     }
     comm->ready = true;
-    if (comm->window_out != NULL) {
-        for (int r = 0; r < t.ranks; ++r)
-            if (t.at->members[r].windows < comm->registered) return ncclInProgress;
-        *comm->window_out = comm->windows.back()->live ? comm->windows.back() : NULL;
-        comm->window_out = NULL;
-    }
     for (auto &g : comm->kept) enqueue(g);
     comm->kept.clear();
     if (comm->finalizing) {
@@ -396,7 +328,7 @@ ncclResult_t look(ncclComm_t comm)
 ncclResult_t rest(ncclComm_t comm)
 {
     if (comm->error != ncclSuccess) return comm->error;
-    if (!comm->ready || !comm->kept.empty() || comm->polls > 0 || comm->window_out != NULL)
+    if (!comm->ready || !comm->kept.empty() || comm->polls > 0)
         return refuse(comm, ncclInvalidArgument,
                       "the communicator is used before its previous operation returned ncclSuccess");
     if (comm->finalizing) return refuse(comm, ncclInvalidUsage, "the communicator is finalized");
@@ -422,7 +354,7 @@ bool put(mailbox &box, channel &l)
     fake_reachable(p.from, p.bytes, "ncclSend", "the buffer");
     fake_open();
     fake_unpoison(p.from, p.bytes); /* a transfer comes when its peer does: the host may have freed it */
-    box.bytes = p.bytes, box.place = p.place;
+    box.bytes = p.bytes;
     snprintf(box.call, sizeof box.call, "%s", p.call);
     if (n > 0) memcpy(box.piece, (const char *)p.from + p.moved, n);
     p.moved += n, ++p.pieces;
@@ -440,9 +372,6 @@ bool get(mailbox &box, channel &l, int from, int to)
     if (strcmp(box.call, p.call) != 0)
         fake_finding("NCCL: rank %d sends in %s, rank %d receives in %s", from,
                      *box.call ? box.call : "ncclSend", to, *p.call ? p.call : "ncclRecv");
-    if (box.place != p.place)
-        fake_finding("NCCL: rank %d writes to byte %zu of the window of rank %d, which receives at byte %zu",
-                     from, box.place, to, p.place);
     size_t n = std::min(p.bytes - p.moved, (size_t)PIECE);
     fake_reachable(p.to, p.bytes, "ncclRecv", "the buffer");
     fake_open();
@@ -571,8 +500,6 @@ void retire(ncclComm_t comm)
         if (!fake_passed(g->point)) withdraw(g);
     comm->order.clear();
     comm->kept.clear();
-    comm->window_out = NULL;
-    for (auto w : comm->windows) w->live = false; /* it takes them along */
     comm->live = false;
     comm->of->at->members[comm->rank].state = GONE;
     comm->of->ring();
@@ -725,19 +652,6 @@ void fake_nccl_drop()
     }
 }
 
-ncclResult_t ncclGetVersion(int *version)
-{
-    fake_look look;
-    *version = version_here();
-    return ncclSuccess;
-}
-
-void fake_nccl_version(int rank, int version)
-{
-    fake_look look;
-    versions()[rank] = version;
-}
-
 ncclResult_t ncclGetUniqueId(ncclUniqueId *out)
 {
     fake_call call("ncclGetUniqueId");
@@ -753,12 +667,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id,
     bool blocking = config == NULL || config->blocking != 0;
     if (config != NULL && (config->magic != 0xcafebeef || config->size != sizeof *config))
         return refuse(NULL, ncclInvalidArgument, "the configuration was not initialized");
-    int policy = config != NULL && config->CTAPolicy != NCCL_CONFIG_UNDEF_INT ? config->CTAPolicy : 0;
-    if (policy < NCCL_CTA_POLICY_DEFAULT || policy > NCCL_CTA_POLICY_ZERO)
-        return refuse(NULL, ncclInvalidArgument, "an unknown CTAPolicy");
-    ncclResult_t r = init(call, out, ranks, id, rank, blocking, fake_device());
-    if (out != NULL && *out != NULL) (*out)->policy = policy;
-    return r;
+    return init(call, out, ranks, id, rank, blocking, fake_device());
 }
 
 ncclResult_t ncclCommInitAll(ncclComm_t *out, int n, const int *devices)
@@ -860,108 +769,12 @@ const char *ncclGetLastError(ncclComm_t comm)
     return last_text.c_str();
 }
 
-/* ---- windows ---- */
-
-ncclResult_t ncclMemAlloc(void **out, size_t bytes)
-{
-    fake_call call("ncclMemAlloc");
-    if (call.fails) return fail(call, ncclUnhandledCudaError);
-    if (out == NULL || bytes == 0) return refuse(NULL, ncclInvalidArgument, "nothing to allocate");
-    *out = fake_alloc(bytes, FAKE_DEVICE);
-    if (*out == NULL) return refuse(NULL, ncclUnhandledCudaError, "out of memory");
-    slabs().insert(*out);
-    return ncclSuccess;
-}
-
-ncclResult_t ncclMemFree(void *p)
-{
-    fake_call call("ncclMemFree");
-    if (p == NULL) return ncclSuccess;
-    if (slabs().erase(p) == 0) fake_finding("%s: %p is not of ncclMemAlloc", call.name, p);
-    for (auto comm : fake_every<ncclComm>())
-        for (auto w : comm->windows)
-            if (live_window(w) && w->p == p) fake_finding("%s: %p is a window still", call.name, p);
-    fake_release(p, FAKE_DEVICE, call.name);
-    return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
-}
-
-/* Every rank of the communicator comes to it. */
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *p, size_t bytes, ncclWindow_t *out, int flags)
-{
-    fake_call call("ncclCommWindowRegister");
-    alive(comm, call.name);
-    if (call.fails) return fail(call, ncclInternalError);
-    ncclResult_t r = rest(comm);
-    if (r != ncclSuccess) return r;
-    if (p == NULL || bytes == 0) return ncclSuccess; /* and no window */
-    if (slabs().count(p) == 0)
-        return refuse(comm, ncclUnhandledCudaError, "memory that is not of ncclMemAlloc");
-    fake_reachable(p, bytes, call.name, "the window");
-    team &t = *comm->of;
-    if (t.windows.size() == comm->registered) t.windows.push_back(bytes);
-    const size_t theirs = t.windows[comm->registered++];
-    if (theirs != bytes && version_here() < 23007)
-        fake_finding("%s: rank %d registers %zu bytes, another rank %zu, with NCCL %d", call.name, comm->rank,
-                     bytes, theirs, version_here());
-    ++t.at->members[comm->rank].windows;
-    t.ring();
-    comm->windows.push_back(new ncclWindow_vidmem{(char *)p, bytes, (flags & NCCL_WIN_COLL_SYMMETRIC) != 0,
-                                                  symmetric > (comm->rank == 0)});
-    comm->window_out = out;
-    fake_changed();
-    if (!comm->blocking) {
-        comm->polls = fake_random(3);
-        return look(comm);
-    }
-    fake_wait(call.name, [&] { return (r = look(comm)) != ncclInProgress; });
-    return fake_dead() ? ncclUnhandledCudaError : r;
-}
-
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
-{
-    fake_call call("ncclCommWindowDeregister");
-    alive(comm, call.name);
-    if (window == NULL) return ncclSuccess;
-    if (std::find(comm->windows.begin(), comm->windows.end(), window) == comm->windows.end() || !window->live)
-        fake_finding("%s: %p is no window", call.name, (void *)window);
-    for (auto &g : comm->order)
-        if (!fake_passed(g->point)) fake_finding("%s: operations are under way", call.name);
-    window->live = false;
-    return call.fails ? fail(call, ncclUnhandledCudaError) : ncclSuccess;
-}
-
-ncclTeam_t ncclTeamLsa(ncclComm_t comm)
-{
-    fake_call call("ncclTeamLsa");
-    const int ranks = domain_of(alive(comm, call.name));
-    if (call.fails || domain < 0) return ncclTeam_t();
-    return {ranks, comm->rank % ranks, 1};
-}
-
-void fake_symmetric(int whom)
-{
-    fake_look look;
-    symmetric = whom;
-}
-
-void fake_domain(int ranks)
-{
-    fake_look look;
-    domain = ranks;
-}
+/* ---- operations ---- */
 
 void fake_one_at_a_time(int on)
 {
     fake_look look;
     one_at_a_time = on != 0;
-}
-
-long fake_engine_calls(void)
-{
-    fake_look look;
-    long n = engine_calls;
-    engine_calls = 0;
-    return n;
 }
 
 long fake_gather_calls(void)
@@ -971,8 +784,6 @@ long fake_gather_calls(void)
     gather_calls = 0;
     return n;
 }
-
-/* ---- operations ---- */
 
 ncclResult_t ncclGroupStart(void)
 {
@@ -999,7 +810,7 @@ ncclResult_t ncclSend(const void *buffer, size_t count, ncclDataType_t type, int
 {
     fake_call call("ncclSend");
     if (buffer == NULL && count > 0) return add(call, {}, comm, stream, ncclInvalidArgument);
-    part p = {buffer != NULL ? buffer : "", NULL, count * type_bytes(type), peer, false, "", 0};
+    part p = {buffer != NULL ? buffer : "", NULL, count * type_bytes(type), peer, false, ""};
     return add(call, {p}, comm, stream, check_type(alive(comm, call.name), type));
 }
 
@@ -1008,56 +819,21 @@ ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer,
 {
     fake_call call("ncclRecv");
     if (buffer == NULL && count > 0) return add(call, {}, comm, stream, ncclInvalidArgument);
-    part p = {NULL, buffer, count * type_bytes(type), peer, false, "", 0};
+    part p = {NULL, buffer, count * type_bytes(type), peer, false, ""};
     return add(call, {p}, comm, stream, check_type(alive(comm, call.name), type));
-}
-
-static ncclResult_t all_to_all(const fake_call &call, const void *send, void *receive, size_t count,
-                               ncclDataType_t type, ncclComm_t comm, cudaStream_t stream,
-                               const ncclCollConfig_t *config)
-{
-    std::vector<part> parts;
-    size_t bytes = count * type_bytes(type), place = 0;
-    ncclWindow_t to = window_of(alive(comm, call.name), receive);
-    const char *how = call.name;
-    ncclResult_t bad = check_type(comm, type);
-    int policy = comm->policy;
-    if (config != NULL && (config->magic != 0xcafebeef || config->size != sizeof *config))
-        bad = refuse(comm, ncclInvalidArgument, "the configuration was not initialized");
-    else if (config != NULL && config->CTAPolicy != NCCL_CONFIG_UNDEF_INT)
-        policy = config->CTAPolicy;
-    if (policy < NCCL_CTA_POLICY_DEFAULT || policy > NCCL_CTA_POLICY_ZERO)
-        bad = refuse(comm, ncclInvalidArgument, "an unknown CTAPolicy");
-    if (policy == NCCL_CTA_POLICY_ZERO && to != NULL && window_of(comm, send) != NULL &&
-        domain_of(comm) == comm->of->ranks) {
-        how = "ncclAlltoAll by copy engines";
-        place = (size_t)((char *)receive - to->p);
-        if (fake_is_legacy(fake_stream(stream)))
-            bad = refuse(comm, ncclUnhandledCudaError, "the legacy stream");
-        ++engine_calls;
-    }
-    for (int r = 0; r < comm->of->ranks; ++r) {
-        size_t mine = to != NULL ? place + (size_t)comm->rank * bytes : 0;
-        size_t theirs = to != NULL ? place + (size_t)r * bytes : 0;
-        parts.push_back({(const char *)send + (size_t)r * bytes, NULL, bytes, r, false, how, mine});
-        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, how, theirs});
-    }
-    return add(call, parts, comm, stream, bad);
 }
 
 ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                           cudaStream_t stream)
 {
     fake_call call("ncclAlltoAll");
-    return all_to_all(call, send, receive, count, type, comm, stream, NULL);
-}
-
-ncclResult_t ncclAlltoAllConfig(const void *send, void *receive, size_t count, ncclDataType_t type,
-                                ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t *config)
-{
-    fake_call call("ncclAlltoAllConfig");
-    if (version_here() < 23100) fake_finding("%s: NCCL %d does not have it", call.name, version_here());
-    return all_to_all(call, send, receive, count, type, comm, stream, config);
+    std::vector<part> parts;
+    size_t bytes = count * type_bytes(type);
+    for (int r = 0; r < alive(comm, call.name)->of->ranks; ++r) {
+        parts.push_back({(const char *)send + (size_t)r * bytes, NULL, bytes, r, false, call.name});
+        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name});
+    }
+    return add(call, parts, comm, stream, check_type(comm, type));
 }
 
 ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
@@ -1068,8 +844,8 @@ ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDa
     size_t bytes = count * type_bytes(type);
     gather_calls += type == ncclInt8;
     for (int r = 0; r < alive(comm, call.name)->of->ranks; ++r) {
-        parts.push_back({send, NULL, bytes, r, false, call.name, 0});
-        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name, 0});
+        parts.push_back({send, NULL, bytes, r, false, call.name});
+        parts.push_back({NULL, (char *)receive + (size_t)r * bytes, bytes, r, false, call.name});
     }
     return add(call, parts, comm, stream, check_type(comm, type));
 }

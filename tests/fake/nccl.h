@@ -8,7 +8,6 @@
 #include "cuda_runtime_api.h"
 
 #include <limits.h>
-#include <stdint.h>
 
 #define NCCL_MAJOR        2
 #define NCCL_MINOR        32
@@ -24,20 +23,7 @@
 #define NCCL_CONFIG_UNDEF_INT INT_MIN
 #define NCCL_CONFIG_UNDEF_PTR NULL
 
-#define NCCL_WIN_DEFAULT            0x00
-#define NCCL_WIN_COLL_SYMMETRIC     0x01
-#define NCCL_WIN_REQUIRED_ALIGNMENT 4096
-
-#define NCCL_CTA_POLICY_DEFAULT    0x00
-#define NCCL_CTA_POLICY_EFFICIENCY 0x01
-#define NCCL_CTA_POLICY_ZERO       0x02
-
 typedef struct ncclComm *ncclComm_t;
-typedef struct ncclWindow_vidmem *ncclWindow_t;
-
-typedef struct ncclTeam {
-    int nRanks, rank, stride;
-} ncclTeam_t;
 
 typedef struct {
     char internal[NCCL_UNIQUE_ID_BYTES];
@@ -87,24 +73,6 @@ typedef struct ncclConfig_v23100 {
     int nvlsHostMode;
 } ncclConfig_t;
 
-typedef struct ncclConfigExt ncclConfigExt_t;
-
-typedef struct ncclCollConfig_v23200 {
-    size_t size;
-    unsigned int magic;
-    unsigned int version;
-    ncclConfigExt_t *ext;
-    int minCTAs;
-    int maxCTAs;
-    int nvlsCTAs;
-    int cgaClusterSize;
-    const char *algSelection;
-    int forceAlgSelection;
-    int CTAPolicy;
-    uint64_t userProfilerTag;
-    cudaEvent_t launchCompletionEvent;
-} ncclCollConfig_t;
-
 /* clang-format off */
 #define NCCL_CONFIG_INITIALIZER                                                                  \
     {                                                                                            \
@@ -118,21 +86,12 @@ typedef struct ncclCollConfig_v23200 {
         NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,                     \
         NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT                                             \
     }
-
-#define NCCL_COLLCONFIG_INITIALIZER                                                              \
-    {                                                                                            \
-        sizeof(ncclCollConfig_t), 0xcafebeef, NCCL_VERSION_CODE, NCCL_CONFIG_UNDEF_PTR,          \
-        NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_INT,                     \
-        NCCL_CONFIG_UNDEF_INT, NCCL_CONFIG_UNDEF_PTR, 1, NCCL_CONFIG_UNDEF_INT, 0,               \
-        NCCL_CONFIG_UNDEF_PTR                                                                    \
-    }
 /* clang-format on */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-ncclResult_t ncclGetVersion(int *version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId *out);
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *out, int ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t *config);
@@ -146,11 +105,6 @@ ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *out);
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *out);
 const char *ncclGetErrorString(ncclResult_t r);
 const char *ncclGetLastError(ncclComm_t comm);
-ncclResult_t ncclMemAlloc(void **out, size_t bytes);
-ncclResult_t ncclMemFree(void *p);
-ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *p, size_t bytes, ncclWindow_t *out, int flags);
-ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window);
-ncclTeam_t ncclTeamLsa(ncclComm_t comm); /* of nccl_device/core.h */
 
 ncclResult_t ncclGroupStart(void);
 ncclResult_t ncclGroupEnd(void);
@@ -160,8 +114,6 @@ ncclResult_t ncclRecv(void *buffer, size_t count, ncclDataType_t type, int peer,
                       cudaStream_t stream);
 ncclResult_t ncclAlltoAll(const void *send, void *receive, size_t count, ncclDataType_t type, ncclComm_t comm,
                           cudaStream_t stream);
-ncclResult_t ncclAlltoAllConfig(const void *send, void *receive, size_t count, ncclDataType_t type,
-                                ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t *config);
 ncclResult_t ncclAllGather(const void *send, void *receive, size_t count, ncclDataType_t type,
                            ncclComm_t comm, cudaStream_t stream);
 

@@ -121,69 +121,6 @@ static void test_legacy(void)
 static char *dev_bytes, host_bytes[64];
 static cudaStream_t stream_now;
 
-/* Two ranks register a window each, and send inside them. */
-enum { WINDOW_FINE, WINDOW_PLACES, WINDOW_SIZES, WINDOW_ONE, WINDOW_FREED, WINDOW_CALL };
-
-typedef struct window_rank {
-    ncclUniqueId id;
-    int rank, what;
-} window_rank;
-
-static void *window_main(void *p)
-{
-    const window_rank *me = (const window_rank *)p;
-    int odd = me->rank == 1, what = me->what;
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    ncclCollConfig_t zero = NCCL_COLLCONFIG_INITIALIZER, raw;
-    ncclWindow_t window = NULL;
-    ncclComm_t comm;
-    cudaStream_t s;
-    char *slab;
-    fake_rank(me->rank);
-    OK(cudaSetDevice(me->rank));
-    s = stream_new();
-    config.blocking = 1;
-    if (what != WINDOW_CALL) config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
-    NCCL_OK(ncclCommInitRankConfig(&comm, 2, me->id, me->rank, &config));
-    NCCL_OK(ncclMemAlloc((void **)&slab, 8192));
-    if (what != WINDOW_ONE || !odd)
-        NCCL_OK(ncclCommWindowRegister(comm, slab, what == WINDOW_SIZES && odd ? 4096 : 8192, &window,
-                                       NCCL_WIN_COLL_SYMMETRIC));
-    else /* a window, but of no use to the engines */
-        NCCL_OK(ncclCommWindowRegister(comm, slab, 8192, &window, NCCL_WIN_DEFAULT));
-    CHECK(window != NULL);
-    CHECK(ncclAlltoAll(slab, slab + 1024 + (what == WINDOW_PLACES && odd ? 64 : 0), 32, ncclInt8, comm, s) ==
-          ncclSuccess);
-    if (what == WINDOW_CALL) {
-        memset(&raw, 0, sizeof raw);
-        CHECK(ncclAlltoAllConfig(slab, slab + 1024, 32, ncclInt8, comm, s, &raw) == ncclInvalidArgument);
-        zero.CTAPolicy = NCCL_CTA_POLICY_ZERO;
-        NCCL_OK(ncclAlltoAllConfig(slab, slab + 1024, 32, ncclInt8, comm, s, &zero));
-    }
-    OK(cudaStreamSynchronize(s));
-    if (what == WINDOW_FREED) NCCL_OK(ncclMemFree(slab));
-    NCCL_OK(ncclCommWindowDeregister(comm, window));
-    NCCL_OK(ncclMemFree(slab));
-    NCCL_OK(ncclCommDestroy(comm));
-    OK(cudaStreamDestroy(s));
-    return NULL;
-}
-
-static void run_windows(int what)
-{
-    window_rank ranks[2];
-    pthread_t threads[2];
-    memset(ranks, 0, sizeof ranks);
-    NCCL_OK(ncclGetUniqueId(&ranks[0].id));
-    for (int r = 0; r < 2; ++r) {
-        ranks[r].id = ranks[0].id;
-        ranks[r].rank = r;
-        ranks[r].what = what;
-        CHECK(pthread_create(&threads[r], NULL, window_main, &ranks[r]) == 0);
-    }
-    for (int r = 0; r < 2; ++r) pthread_join(threads[r], NULL);
-}
-
 /* Each kind of misuse, and what must be said of it. */
 #define MISUSES(X)                                               \
     X(PAST_THE_END, "8 bytes at byte 60 of an allocation of 64") \
@@ -195,14 +132,7 @@ static void run_windows(int what)
     X(DEAD_STREAM, "used after it was destroyed")                \
     X(OVERLAP, "overlap")                                        \
     X(GEMM, "B at")                                              \
-    X(PLACES, "NCCL: rank")                                      \
-    X(SIZES, "another rank")                                     \
-    X(ONE_WINDOW, "by copy engines")                             \
-    X(WINDOW_MEMORY, "is a window still")                        \
-    X(NO_CONFIG, "NCCL 23007 does not have it")                  \
     X(ACCESS, "device 1 has no access to device 0")              \
-    X(OPEN_MEMORY, "rank 1 has memory of rank 0 open")           \
-    X(OPEN_EVENT, "another rank has the event open")             \
     X(LEFTOVER, "left 64 bytes of device memory")
 
 #define MISUSE_NUMBER(name, words) name,
@@ -212,9 +142,6 @@ enum { MISUSES(MISUSE_NUMBER) MISUSES_N };
 static void misuse(int what)
 {
     cudaStream_t s = stream_now;
-    cudaIpcMemHandle_t memory;
-    cudaIpcEventHandle_t handle;
-    cudaEvent_t plain, event, other;
     cublasHandle_t blas;
     float one = 1;
     void *there;
@@ -252,35 +179,10 @@ static void misuse(int what)
                         CUDA_R_32F, 2, &one, dev_bytes, CUDA_R_32F, 2, CUBLAS_COMPUTE_32F,
                         CUBLAS_GEMM_DEFAULT);
         break;
-    case PLACES:
-    case SIZES:
-    case ONE_WINDOW:
-    case WINDOW_MEMORY:
-    case NO_CONFIG:
-        fake_nccl_version(-1, what == NO_CONFIG ? 23007 : 23004);
-        run_windows(what - PLACES + WINDOW_PLACES);
-        break;
-    case ACCESS: /* device 0 to device 1, and nobody has asked for access */
+    case ACCESS:
         OK(cudaSetDevice(1));
         there = device_buf(4);
         OK(cudaMemcpyAsync(dev_bytes, there, 4, cudaMemcpyDefault, stream_new()));
-        break;
-    case OPEN_MEMORY:
-        fake_rank(0);
-        OK(cudaIpcGetMemHandle(&memory, dev_bytes));
-        CHECK(cudaIpcOpenMemHandle(&there, memory, cudaIpcMemLazyEnablePeerAccess) == cudaErrorInvalidValue);
-        fake_rank(1);
-        OK(cudaIpcOpenMemHandle(&there, memory, cudaIpcMemLazyEnablePeerAccess));
-        OK(cudaFree(dev_bytes));
-        break;
-    case OPEN_EVENT:
-        OK(cudaEventCreateWithFlags(&plain, cudaEventDisableTiming));
-        OK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventInterprocess));
-        CHECK(cudaIpcGetEventHandle(&handle, plain) == cudaErrorInvalidResourceHandle);
-        OK(cudaIpcGetEventHandle(&handle, event));
-        fake_rank(1);
-        OK(cudaIpcOpenEventHandle(&other, handle));
-        OK(cudaEventDestroy(event));
         break;
     case LEFTOVER:
         _exit(fake_check_clean() ? 0 : 9); /* said on stderr */
@@ -727,18 +629,6 @@ static void test_nccl(int absent, int apart)
     CHECK(fake_check_clean());
 }
 
-static void test_windows(void)
-{
-    fake_engine_calls();
-    run_windows(WINDOW_FINE);
-    CHECK_INT(fake_engine_calls(), 2);
-    run_windows(WINDOW_SIZES); /* which the newest NCCL has */
-    CHECK_INT(fake_engine_calls(), 2);
-    run_windows(WINDOW_CALL);
-    CHECK_INT(fake_engine_calls(), 2);
-    CHECK(fake_check_clean());
-}
-
 int main(int argc, char **argv)
 {
     fake_seed(0);
@@ -747,7 +637,6 @@ int main(int argc, char **argv)
     TEST(test_untouched());
     TEST(test_legacy());
     TEST(test_findings());
-    TEST(test_windows());
     TEST(test_errors());
     TEST(test_residency());
     for (uint64_t seed = 0; seed < 4; ++seed) {

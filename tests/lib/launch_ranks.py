@@ -6,16 +6,13 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from checks import needed, wait_for
-
 HANGS = 600  # seconds: far more than any of them takes
 
 
-def run_ranks(words, hosts, own=None, cwd=None, all_fall=False, **variables):
+def run_ranks(words, hosts, own=None, cwd=None, **variables):
     """[(status, stdout, stderr)] of all ranks, a letter of hosts for each: ranks of one machine have the same one.
 
-    own: {rank: more variables}; all_fall: the first that ends takes the others with it, as with torchrun. What a process
-    leaves on its devices is status 3.
+    own: {rank: more variables}. What a process leaves on its devices is status 3.
     """
     with tempfile.TemporaryDirectory() as folder:
         ranks, until = [], time.monotonic() + HANGS
@@ -25,10 +22,6 @@ def run_ranks(words, hosts, own=None, cwd=None, all_fall=False, **variables):
             ranks.append(subprocess.Popen([str(word) for word in words], env={**os.environ, **{name: str(env[name]) for name in env}},
                                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding='utf-8', cwd=cwd))
         try:
-            if all_fall:
-                needed(wait_for(lambda: any(rank.poll() is not None for rank in ranks)), f'no rank of {words} ends')
-                for rank in ranks:
-                    rank.kill()
             with ThreadPoolExecutor(len(ranks)) as readers:  # one that says much waits for its reader, and others for it
                 said = list(readers.map(lambda rank: rank.communicate(timeout=max(until - time.monotonic(), 0.1)), ranks))
         finally:

@@ -1,22 +1,13 @@
-/* ranks.h -- ranks that are threads, each with a device and a stream of its own, on tests/fake   tests
+/* ranks.h -- ranks over NCCL that are threads, each with a device and a stream of its own, on tests/fake   tests
  *
- * What the tests of the device transports share: a crew of ranks that runs a body, with a call of one rank
- * made to fail, and transfers with exact data. A test says first what a rank of its transport has, and
- * defines the functions declared below:
- *
- *     #define RANK_FIELDS upipe_nccl team; ...
- *     #define CREW_FIELDS int blocking; ...
- *     #define RANK_DEAD(k) what holds of a team that has failed
- *     #define MAY_FAIL_WITH(s) statuses that a failed call gives, UPIPE_OK among them: it may go unneeded
- *     enum { EVERY_BLOCKS = 1 };          blocks of a message among calls that fail in turn
- *     #include "ranks.h"
+ * A crew of ranks that runs a body, with a call of one rank made to fail, and transfers with exact data.
  */
 #ifndef UPIPE_TEST_RANKS_H
 #define UPIPE_TEST_RANKS_H
 
-#include <nccl.h>
 #include <pthread.h>
 
+#include "upipe/net/upipe_net_nccl.h"
 #include "upipe/upipe_reduce.h"
 
 #include "fake.h"
@@ -40,7 +31,8 @@ typedef struct rank_buf {
     uint32_t *send, *recv; /* the first and the second BUF */
     upipe_msg list[2 * RANKS_MAX];
     upipe_status status, freed;
-    RANK_FIELDS
+    ncclComm_t nccl; /* the host's */
+    upipe_nccl team;
 } rank_buf;
 
 typedef struct crew {
@@ -50,25 +42,14 @@ typedef struct crew {
     double deadline;
     uint64_t seed;
     int ranks;
-    int shared; /* all are on device 0 */
-    int ahead;  /* wait orders the stream of the rank, and no more */
+    int ahead; /* wait orders the stream of the rank, and no more */
     int victim, what;
     char failed[64]; /* the call that failed in the last run; empty: none */
-    CREW_FIELDS
+    ncclUniqueId id, more;
+    int blocking, grouped;
 } crew;
 
 static crew the_crew;
-
-/* The transport's part. begin and end: the slab, and what the host makes. make: the team, and ctx.team; where
- * it fails there is nothing to free. ready: what a body wants of the team. free: the team. */
-static void rank_begin(rank_buf *k);
-static upipe_status rank_make(rank_buf *k);
-static upipe_status rank_ready(rank_buf *k);
-static upipe_status rank_free(rank_buf *k);
-static void rank_end(rank_buf *k, int made);
-/* Before the threads start, and when they have ended. */
-static void crew_begin(crew *all);
-static void crew_end(crew *all);
 
 #define OK(call) CHECK_SAY((call) == cudaSuccess, "%s", #call)
 
@@ -106,13 +87,55 @@ static void get(void *user, void *host, const void *device, size_t bytes)
     OK(cudaStreamSynchronize(k->stream));
 }
 
+/* The host's part: the slab, and the communicator. */
+static void rank_begin(rank_buf *k)
+{
+    const crew *all = k->crew;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclResult_t r;
+    config.blocking = all->blocking;
+    OK(cudaMalloc((void **)&k->slab, SLAB));
+    r = ncclCommInitRankConfig(&k->nccl, all->ranks, all->id, k->rank, &config);
+    CHECK(r == ncclSuccess || (!all->blocking && r == ncclInProgress));
+}
+
+/* The team, and ctx.team; where it fails there is nothing to free. */
+static upipe_status rank_make(rank_buf *k)
+{
+    upipe_status s = upipe_nccl_init(&k->team, k->nccl, k->crew->deadline, &k->ctx.err);
+    if (s != UPIPE_OK) { /* the host's to end */
+        CHECK(k->team.buf == NULL && k->team.row == NULL && k->team.rows == NULL);
+        (void)ncclCommAbort(k->nccl);
+        k->nccl = NULL;
+    }
+    CHECK(s != UPIPE_OK || k->team.ahead); /* the default */
+    k->team.grouped = k->crew->grouped;
+    k->team.ahead = k->crew->ahead;
+    k->ctx.team = &k->team.comm;
+    return s;
+}
+
+static upipe_status rank_free(rank_buf *k)
+{
+    upipe_status s;
+    CHECK(k->team.nccl == k->nccl || k->team.nccl == NULL);
+    s = upipe_nccl_free(&k->team, &k->ctx.err);
+    k->nccl = k->team.nccl; /* NULL: a failure has freed it, perhaps one that free has found */
+    return s;
+}
+
+static void rank_end(rank_buf *k)
+{
+    if (k->nccl != NULL) CHECK(ncclCommAbort(k->nccl) == ncclSuccess);
+    (void)cudaFree(k->slab);
+}
+
 static void *rank_main(void *p)
 {
     rank_buf *k = (rank_buf *)p;
     crew *all = k->crew;
-    int made;
     fake_rank(k->rank);
-    OK(cudaSetDevice(all->shared ? 0 : k->rank));
+    OK(cudaSetDevice(k->rank));
     OK(cudaStreamCreateWithFlags(&k->stream, cudaStreamNonBlocking));
     rank_begin(k);
     k->send = k->slab;
@@ -125,16 +148,14 @@ static void *rank_main(void *p)
     pthread_barrier_wait(&all->door); /* faults are set */
     pthread_barrier_wait(&all->door);
     k->status = rank_make(k);
-    made = k->status == UPIPE_OK;
-    if (made) {
-        k->status = rank_ready(k);
-        if (k->status == UPIPE_OK) k->status = all->body(k);
+    if (k->status == UPIPE_OK) {
+        k->status = all->body(k);
         k->freed = rank_free(k);
     }
     pthread_barrier_wait(&all->door);
     pthread_barrier_wait(&all->door); /* faults are off */
 
-    rank_end(k, made);
+    rank_end(k);
     (void)cudaStreamDestroy(k->stream);
     return NULL;
 }
@@ -150,7 +171,8 @@ static long crew_run(crew *all, int ranks, double deadline, upipe_status (*body)
     all->deadline = deadline;
     all->body = body;
     pthread_barrier_init(&all->door, NULL, (unsigned)ranks + 1);
-    crew_begin(all);
+    CHECK(ncclGetUniqueId(&all->id) == ncclSuccess);
+    CHECK(ncclGetUniqueId(&all->more) == ncclSuccess);
     for (int r = 0; r < ranks; ++r) {
         all->rank[r].crew = all;
         all->rank[r].rank = r;
@@ -170,7 +192,6 @@ static long crew_run(crew *all, int ranks, double deadline, upipe_status (*body)
     for (int r = 0; r < ranks; ++r) pthread_join(all->rank[r].thread, NULL);
     pthread_barrier_destroy(&all->door);
     buffers_free(0);
-    crew_end(all);
     CHECK(fake_check_clean());
     return calls;
 }
@@ -189,7 +210,7 @@ static void crew_good(crew *all, int ranks, upipe_status (*body)(rank_buf *))
 /* From here on the rank's stream waits, for a message that nobody sends. */
 static void stall(rank_buf *k, ncclComm_t two[2])
 {
-    int devices[2] = {k->crew->shared ? 0 : k->rank, RANKS_MAX + k->rank};
+    const int devices[2] = {k->rank, RANKS_MAX + k->rank};
     CHECK(ncclCommInitAll(two, 2, devices) == ncclSuccess);
     CHECK(ncclRecv(k->send + BUF - 1, 4, ncclInt8, 1, two[0], k->stream) == ncclSuccess);
 }
@@ -291,7 +312,7 @@ static upipe_status random_body(rank_buf *k)
 /* After a failure every call must fail at once, with the first reason. */
 static void check_dead(rank_buf *k)
 {
-    RANK_DEAD(k);
+    CHECK(k->team.nccl == NULL);
     check_dead_calls(&k->ctx, NULL);
 }
 
@@ -331,10 +352,9 @@ static upipe_status every_call(rank_buf *k)
     }
     for (int p = 0; p < k->ranks; ++p) {
         upipe_msg *s = &k->list[p];
-        *s = (upipe_msg){.peer = p, .count = EVERY_BLOCKS, .send_bytes = 4, .recv_bytes = 4};
-        s->send = k->send + EVERY_BLOCKS * p;
-        s->recv = k->recv + 2 * EVERY_BLOCKS * p;
-        s->send_stride = 4, s->recv_stride = 8;
+        *s = (upipe_msg){.peer = p, .count = 1, .send_bytes = 4, .recv_bytes = 4};
+        s->send = k->send + p;
+        s->recv = k->recv + 2 * p;
     }
     UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
     UPIPE_TRY(upipe_comm_wait(c, c->team));
@@ -353,6 +373,12 @@ static upipe_status every_body(rank_buf *k)
     return s;
 }
 
+/* What a failed call may give: it may go unneeded. */
+static int may_fail_with(upipe_status s)
+{
+    return s == UPIPE_OK || s == UPIPE_ERR_BACKEND || s == UPIPE_ERR_MEMORY;
+}
+
 /* Calls of one rank fail in turn, some sixty of them, init's too, other ones with other seeds; sticky: and all later
  * ones of every rank. A run makes more than `least`. */
 static void test_injected(crew *all, int sticky, long least)
@@ -368,14 +394,14 @@ static void test_injected(crew *all, int sticky, long least)
         if (all->failed[0] == 0) continue; /* polls vary in number: the last calls may not be reached */
         for (int r = 0; r < RANKS; ++r) {
             const rank_buf *at = &all->rank[r];
-            CHECK_SAY(MAY_FAIL_WITH(at->status) || at->status == UPIPE_ERR_ABORTED ||
+            CHECK_SAY(may_fail_with(at->status) || at->status == UPIPE_ERR_ABORTED ||
                           at->status == UPIPE_ERR_TIMEOUT,
                       "call %ld fails: rank %d: %s", k, r, at->ctx.err.text);
             failures += at->status != UPIPE_OK || at->freed != UPIPE_OK;
         }
         CHECK_SAY(victim->status != UPIPE_OK || victim->freed != UPIPE_OK, "call %ld (%s) fails, unnoticed",
                   k, all->failed);
-        if (!sticky) CHECK(MAY_FAIL_WITH(victim->status));
+        if (!sticky) CHECK(may_fail_with(victim->status));
         CHECK(failures >= 1);
     }
 }

@@ -52,7 +52,7 @@ SOON = 10  # seconds; what hangs takes longer
 CHANCE = {'transports'}  # a wait that is left out shows by chance
 TRIES = 3
 EMULATED = {'simt', 'fake'}  # suites: for the bugs that name a test of them
-ALSO = {'nccl', 'peer', 'torchrun'}  # over the fake device; of the full run, where transformers is
+ALSO = {'nccl', 'torchrun'}  # over the fake device; of the full run, where transformers is
 # What reads the tree, which the copy is not.
 TREE = {'api', 'headers', 'layers', 'planted', 'reach', 'runner', 'setup', 'text', 'toys', 'words'}
 PYTHON = '''import os

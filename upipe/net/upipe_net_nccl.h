@@ -13,7 +13,8 @@
  * never merged: NCCL matches messages by size, and the peer's blocks may have gaps where these have none.
  * What a rank sends itself is a copy of the compute table. An all-gather of numbers, or a barrier, is an ncclAllGather
  * of 352 bytes a rank through memory that init has allocated. One of equal slices (upipe_slices_gather) is an
- * ncclAllGather too, without copy engines.
+ * ncclAllGather too. No buffer of a transfer may lie in a symmetric window of NCCL's (ncclCommWindowRegister with
+ * NCCL_WIN_COLL_SYMMETRIC): NCCL would write at the same offset of each rank's window, and these ranks' may differ.
  *
  * In the stream's order. wait returns when the transfer is enqueued: what the host enqueues on ctx->stream
  * afterwards comes behind it, and the host runs ahead of the device by up to UPIPE_NCCL_AHEAD operations. A block
@@ -32,8 +33,6 @@
  * a deadline. Then operations on several streams of the rank run one after the other, in the order of the calls (in a
  * graph keep them on one stream); a wait for one team watches all; and a failure of one breaks all, as a stream that is
  * stuck in one holds up the others.
- *
- * Copy engines can move all-to-alls without multiprocessors: upipe_net_nccl_copy.h.
  *
  * Graphs. Where ctx->stream is captured, a transfer is captured with it. An all-gather and a barrier make the host
  * wait, and are refused: calls that compare ranks (upipe_comm_agree) come before the capture, in one pass, or in two
@@ -83,17 +82,18 @@ UPIPE_API upipe_status upi_nccl_share(upipe_ctx *c, upipe_nccl *m)
     return UPIPE_OK;
 }
 
-/* All-gathers one row a rank to m->rows + (1 + r) * UPI_NCCL_ROW. */
-UPIPE_API upipe_status upi_nccl_gather_rows(upipe_ctx *c, upipe_nccl *m, const int64_t *values, int n)
+/* A barrier, or an all-gather of one row a rank to m->rows + (1 + r) * UPI_NCCL_ROW. */
+UPIPE_API upipe_status upi_nccl_meet(upipe_ctx *c, upipe_nccl *m, int kind, const int64_t *values, int n)
 {
     int r;
+    UPIPE_TRY(upi_nccl_begin(c, m, kind));
     memset(m->rows, 0, UPI_NCCL_ROW * sizeof *m->rows);
     m->rows[0] = UPI_NCCL_MARK;
     m->rows[1] = m->call;
     m->rows[2] = m->kind;
     m->rows[3] = n;
     if (n > 0) memcpy(m->rows + UPI_NCCL_HEAD, values, (size_t)n * sizeof *values);
-    UPIPE_TRY(m->share != NULL ? m->share(c, m) : upi_nccl_share(c, m));
+    UPIPE_TRY(upi_nccl_share(c, m));
     for (r = 0; r < m->comm.ranks; ++r) {
         const int64_t *theirs = m->rows + (size_t)(1 + r) * UPI_NCCL_ROW;
         if (theirs[0] != UPI_NCCL_MARK)
@@ -108,12 +108,6 @@ UPIPE_API upipe_status upi_nccl_gather_rows(upipe_ctx *c, upipe_nccl *m, const i
                                    upipe_comm_called(&m->comm, r), (long long)theirs[1]);
     }
     return UPIPE_OK;
-}
-
-/* Value i of rank r, of the last upi_nccl_gather_rows. */
-UPIPE_API int64_t upi_nccl_value(const upipe_nccl *m, int r, int i)
-{
-    return m->rows[(size_t)(1 + r) * UPI_NCCL_ROW + UPI_NCCL_HEAD + (size_t)i];
 }
 
 /* ---- transfers ---- */
@@ -171,7 +165,6 @@ UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const up
     const char *what = "";
     ncclResult_t inside, end;
     int i, others = 0;
-    m->stream = (cudaStream_t)c->stream;
     UPIPE_TRY(upipe_comm_copy_own(c, &m->comm, list, n, c->ops->copy));
     UPIPE_TRY(upi_nccl_open(c, m));
     for (i = 0; i < n; ++i)
@@ -184,47 +177,35 @@ UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const up
     return upi_nccl_enqueued(c, m, end, "ncclGroupEnd(");
 }
 
-#if UPI_NCCL_ENGINES
-UPIPE_API upipe_status upi_nccl_post_all(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list,
-                                         size_t rank_bytes)
-{
-    UPIPE_TRY(upi_nccl_open(c, m));
-    return upi_nccl_enqueued(
-        c, m, ncclAlltoAll(list[0].send, list[0].recv, rank_bytes, ncclInt8, m->nccl, m->stream),
-        "ncclAlltoAll(");
-}
-#endif
-
-UPIPE_API upipe_status upi_nccl_post(upipe_ctx *c, upipe_nccl *m, const upipe_msg *list, int n)
-{
-#if UPI_NCCL_ENGINES
-    size_t rank_bytes;
-    /* with zero_sm NCCL would use copy engines, and the ranks have not compared offsets */
-    int grouped = m->zero_sm || m->comm.ranks == 1;
-    if (!grouped && upi_nccl_is_all_to_all(m, list, n, &rank_bytes))
-        return upi_nccl_post_all(c, m, list, rank_bytes);
-#endif
-    return upi_nccl_post_group(c, m, list, n);
-}
-
 UPIPE_API upipe_status upi_nccl_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
     UPIPE_TRY(upi_nccl_begin(c, m, UPI_TEAM_TRANSFER));
     m->list = list;
     m->n = n;
-    if (!m->zero_sm || m->captured) return upi_nccl_post(c, m, list, n);
-    UPI_NCCL_CUDA(c, m, cudaEventRecord(m->ready, m->stream));
-    return UPIPE_OK;
+#if NCCL_VERSION_CODE >= 22800 /* nccl.h declares ncclAlltoAll */
+    {
+        size_t rank_bytes;
+        if (comm->ranks > 1 && upi_nccl_is_all_to_all(m, list, n, &rank_bytes)) {
+            UPIPE_TRY(upi_nccl_open(c, m));
+            return upi_nccl_enqueued(
+                c, m, ncclAlltoAll(list[0].send, list[0].recv, rank_bytes, ncclInt8, m->nccl, m->stream),
+                "ncclAlltoAll(");
+        }
+    }
+#endif
+    return upi_nccl_post_group(c, m, list, n);
 }
 
 UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
+    int i;
     UPIPE_TRY(upipe_comm_whole(c, comm));
-    if (m->zero_sm && !m->captured) UPIPE_TRY(m->move(c, m));
     if (!m->ahead && !m->captured) UPIPE_TRY(upi_nccl_drain(c, m, 0));
-    upi_team_count(comm, m->list, m->n);
+    for (i = 0; i < m->n; ++i)
+        if (m->list[i].peer != comm->rank)
+            comm->moved_bytes += (int64_t)m->list[i].recv_bytes * m->list[i].count;
     return UPIPE_OK;
 }
 
@@ -251,12 +232,6 @@ UPIPE_API upipe_status upi_nccl_settle(upipe_ctx *c, upipe_comm *comm)
 }
 
 /* ---- barrier, all-gather ---- */
-
-UPIPE_API upipe_status upi_nccl_meet(upipe_ctx *c, upipe_nccl *m, int kind, const int64_t *values, int n)
-{
-    UPIPE_TRY(upi_nccl_begin(c, m, kind));
-    return upi_nccl_gather_rows(c, m, values, n);
-}
 
 UPIPE_API upipe_status upi_nccl_barrier(upipe_ctx *c, upipe_comm *comm)
 {
@@ -335,10 +310,9 @@ UPIPE_API upipe_status upi_nccl_first(upipe_status s, upipe_status t)
     return s != UPIPE_OK ? s : t;
 }
 
-/* The team's events: 0 .. 2 * UPIPE_NCCL_AHEAD. */
+/* The team's events: 0 .. 2 * UPIPE_NCCL_AHEAD - 1. */
 UPIPE_API cudaEvent_t *upi_nccl_event(upipe_nccl *m, int i)
 {
-    if (i == 2 * UPIPE_NCCL_AHEAD) return &m->ready;
     return i % 2 == 0 ? &m->op[i / 2].reached : &m->op[i / 2].done;
 }
 
@@ -365,13 +339,10 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     while (before->next != NULL && before->next != m) before = before->next;
     before->next = m->next;
     nccl = m->nccl;
-    if (m->leave != NULL) s = upi_nccl_first(s, m->leave(m, e));
-    if (m->side != NULL)
-        s = upi_nccl_first(s, upipe_nccl_check_cuda(e, cudaStreamDestroy(m->side), "cudaStreamDestroy("));
     if (m->row != NULL) s = upi_nccl_first(s, upipe_nccl_check_cuda(e, cudaFree(m->row), "cudaFree("));
     if (m->rows != NULL)
         s = upi_nccl_first(s, upipe_nccl_check_cuda(e, cudaFreeHost(m->rows), "cudaFreeHost("));
-    for (i = 0; i <= 2 * UPIPE_NCCL_AHEAD; ++i) {
+    for (i = 0; i < 2 * UPIPE_NCCL_AHEAD; ++i) {
         cudaEvent_t event = *upi_nccl_event(m, i);
         if (event != NULL)
             s = upi_nccl_first(s, upipe_nccl_check_cuda(e, cudaEventDestroy(event), "cudaEventDestroy("));
@@ -415,7 +386,7 @@ UPIPE_API upipe_status upi_nccl_claim(upipe_nccl *m, upipe_err *e)
     UPIPE_TRY(
         upipe_nccl_check_cuda(e, cudaHostAlloc(&pinned, bytes, cudaHostAllocDefault), "cudaHostAlloc("));
     m->rows = (int64_t *)pinned;
-    for (i = 0; i <= 2 * UPIPE_NCCL_AHEAD; ++i)
+    for (i = 0; i < 2 * UPIPE_NCCL_AHEAD; ++i)
         UPIPE_TRY(
             upipe_nccl_check_cuda(e, cudaEventCreateWithFlags(upi_nccl_event(m, i), cudaEventDisableTiming),
                                   "cudaEventCreateWithFlags("));

@@ -13,14 +13,6 @@
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 
-/* nccl.h declares what copy engines need. */
-#define UPI_NCCL_ENGINES (NCCL_VERSION_CODE >= 22800)
-/* And ncclAlltoAllConfig, which asks for them call by call. An older library may be there at run time, without it. */
-#define UPI_NCCL_PER_CALL (NCCL_VERSION_CODE >= 23100)
-#if UPI_NCCL_PER_CALL
-#pragma weak ncclAlltoAllConfig
-#endif
-
 enum {
     UPIPE_NCCL_AHEAD = 32,  /* operations of a team in flight; with more the host waits for the oldest */
     UPI_NCCL_YIELDS = 2000, /* fruitless tests before a waiting rank sleeps */
@@ -39,13 +31,6 @@ typedef struct upi_nccl_op {
     int kind;      /* UPI_TEAM_..., UPI_NCCL_SYNC */
 } upi_nccl_op;
 
-/* What a rank shows to the others' hosts, where they share memory. */
-typedef struct upi_nccl_card {
-    int64_t turn;                 /* of its newest row; 0: none yet */
-    int64_t gone;                 /* its team has failed */
-    int64_t row[2][UPI_NCCL_ROW]; /* of odd and even turns: the others read one while it writes the next */
-} upi_nccl_card;
-
 /* A rank's end of a team. The host's; must not move between init and free. */
 typedef struct upipe_nccl {
     upipe_comm comm;
@@ -53,10 +38,7 @@ typedef struct upipe_nccl {
     /* Never ncclAlltoAll, set right after init and on all ranks alike: for a host whose own lists have gaps
      * on one rank and none on another. */
     int grouped;
-    int ahead;   /* wait orders ctx->stream, and the host runs ahead: 1 after init; 0: wait waits */
-    int zero_sm; /* set by upipe_nccl_zero_sm, the same on all ranks: copy engines are used */
-    char zero_sm_text[200];   /* one sentence: what moves how, and why */
-    int64_t engine_transfers; /* how many transfers copy engines have moved */
+    int ahead; /* wait orders ctx->stream, and the host runs ahead: 1 after init; 0: wait waits */
     /* the rest belongs to the transport */
     struct upipe_nccl *next; /* the teams of this rank, in a circle */
     int64_t call;            /* calls begun */
@@ -68,31 +50,13 @@ typedef struct upipe_nccl {
     int64_t issued;                   /* the newest one's place among those of all teams of this rank */
     int pending;   /* NCCL has not yet enqueued all of the newest, so nothing behind it is enqueued either */
     int rows_come; /* the newest ends with the rows of all ranks */
-    cudaStream_t stream; /* of the call: ctx->stream, or side */
-    int captured;        /* the call's stream is captured: there is nothing to wait for */
-    cudaEvent_t ready;   /* of transfers by copy engines: behind what ctx->stream did before */
+    cudaStream_t stream; /* of the call: ctx->stream */
+    int captured;        /* it is captured: there is nothing to wait for */
     int64_t *row;        /* device: [1 + ranks][UPI_NCCL_ROW], own and all */
     int64_t *rows;       /* pinned: the same */
     upipe_err failure;   /* the first one, constant once broken */
     int broken;
     void *buf;
-    char *slab; /* the window's memory, the host's */
-    size_t slab_bytes;
-    cudaStream_t side;    /* of transfers by copy engines */
-    upi_nccl_card *cards; /* [ranks], NULL: the hosts share no memory */
-    int64_t turn;         /* of the newest row in cards */
-    /* of upipe_net_nccl_copy.h, where they are used: rows through cards, a transfer in wait, and what ends with the
-     * team */
-    upipe_status (*share)(upipe_ctx *c, struct upipe_nccl *m);
-    upipe_status (*move)(upipe_ctx *c, struct upipe_nccl *m);
-    upipe_status (*leave)(struct upipe_nccl *m, upipe_err *e);
-    int per_call; /* each call asks for them, on all ranks */
-#if UPI_NCCL_ENGINES
-    ncclWindow_t window;
-#endif
-#if UPI_NCCL_PER_CALL
-    ncclCollConfig_t policy; /* of such a call */
-#endif
 } upipe_nccl;
 
 /* ---- failure ---- */
@@ -158,7 +122,6 @@ UPIPE_API int upi_nccl_fail(upipe_comm *comm, upipe_status s, const char *why)
         if (t->broken) continue;
         t->broken = 1;
         upipe_fail(&t->failure, s, "%s", why);
-        if (t->cards != NULL) __atomic_store_n(&t->cards[t->comm.rank].gone, 1, __ATOMIC_RELEASE);
         if (t->nccl != NULL) (void)ncclCommAbort(t->nccl); /* frees it whatever it returns */
         t->nccl = NULL;
     } while ((t = t->next) != m);

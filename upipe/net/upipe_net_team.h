@@ -192,14 +192,4 @@ UPIPE_API upipe_status upi_team_fit_blocks(upipe_err *e, upipe_comm *comm, int f
                            upipe_comm_called(comm, to), (long long)recv_count, (long long)recv_bytes);
 }
 
-/* ---- bytes ---- */
-
-/* The transfer is complete: counts what has come from other ranks. */
-UPIPE_API void upi_team_count(upipe_comm *comm, const upipe_msg *list, int n)
-{
-    int i;
-    for (i = 0; i < n; ++i)
-        if (list[i].peer != comm->rank) comm->moved_bytes += (int64_t)list[i].recv_bytes * list[i].count;
-}
-
 #endif
