@@ -7,16 +7,15 @@
  *     upipe_bytes bytes = upipe_dry_bytes(dry);          live bytes, by phase: a real run holds the same, to the byte
  *     dry->team.sent_bytes, dry->ring.sent_bytes
  *
- * This is how the library knows its bytes; upipe_bytes.h has closed forms for some plans. Sizes are those of the given
- * compute table: its *_bytes entries are asked as in the real run. Of tiles with the same number of rows, and of the
- * sequences of a batch, the code goes through one, which counts for all (upipe_tiles_next). So its time grows with heads,
- * stages and ranks, and not with tokens or the batch.
+ * This is how the library knows its bytes. Sizes are those of the given compute table: its *_bytes entries are asked as
+ * in the real run. Of tiles with the same number of rows, and of the sequences of a batch, the code goes through one,
+ * which counts for all (upipe_tiles_next). So its time grows with heads, stages and ranks, and not with tokens or the
+ * batch.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
 
 #include "dry/pairs.h"
-#include "upipe_bytes.h"
 #include "upipe_fpdt.h"
 #include "upipe_layer.h"
 #include "upipe_out_gate.h"
@@ -24,6 +23,14 @@
 #include "upipe_reduce.h"
 
 enum { UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16, UPIPE_DRY_SEEN = 61 };
+
+/* Live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and all-to-all buffers
+ * in the forward (the paper's "intermediate tensors"). */
+typedef struct upipe_bytes {
+    size_t phase[UPIPE_PHASES];
+    size_t peak;
+    size_t intermediate_fwd;
+} upipe_bytes;
 
 /* What the calls of compute would have done: FLOPs, a multiplication and an addition each, of products, and of
  * attention over the keys that its mask shows (forward 4, backward 10 a query, key and element of head_dim). */

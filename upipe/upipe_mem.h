@@ -433,47 +433,4 @@ UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, upipe_use use)
     return most;
 }
 
-/* upipe_mem_trace_write -- the trace as Chrome trace events, for Perfetto or chrome://tracing
- *   file    gets one JSON object a line, with a comma before all but the first; the caller writes [ before
- *           the first pool's objects and ] after the last one's
- *   pid     the rank
- *   first   nonzero for the first pool of the file
- * Times are the clock's, so pools of ranks that share a clock are aligned. Each block is a span with its tag
- * as name. A counter shows the live bytes. Phases are spans on a track of their own. Returns the number of
- * events written, or -1 if writing failed.
- */
-UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid, int first)
-{
-    int64_t i;
-    const char *open = NULL;
-    char last[32] = "0";
-    fprintf(file,
-            "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}\n"
-            ",{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":1,\"args\":{\"name\":\"phases\"}}\n",
-            first ? "" : ",", pid, pid, pid);
-    for (i = 0; i < m->events_n; ++i) {
-        const upipe_mem_event *e = &m->events[i];
-        const int64_t ns =
-            (int64_t)(e->seconds * 1e9 + 0.5); /* from the clock's own zero, which the ranks share */
-        /* the point of a real number is the locale's */
-        snprintf(last, sizeof last, "%lld.%03d", (long long)(ns / 1000), (int)(ns % 1000));
-        if (e->kind == 0) {
-            if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n", pid, last);
-            fprintf(file,
-                    ",{\"ph\":\"B\",\"name\":\"%s\",\"cat\":\"phase\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n",
-                    e->tag, pid, last);
-            open = e->tag;
-            continue;
-        }
-        fprintf(file,
-                ",{\"ph\":\"%s\",\"name\":\"%s\",\"cat\":\"block\",\"id\":\"%d.%lld\",\"pid\":%d,\"tid\":2,"
-                "\"ts\":%s,\"args\":{\"bytes\":%zu,\"offset\":%zu}}\n",
-                e->kind > 0 ? "b" : "e", e->tag, pid, (long long)e->serial, pid, last, e->bytes, e->offset);
-        fprintf(file, ",{\"ph\":\"C\",\"name\":\"live\",\"pid\":%d,\"ts\":%s,\"args\":{\"bytes\":%zu}}\n",
-                pid, last, e->live);
-    }
-    if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n", pid, last);
-    return ferror(file) ? -1 : m->events_n;
-}
-
 #endif
