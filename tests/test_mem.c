@@ -187,16 +187,14 @@ static void test_marks(void)
     upipe_mem_alloc(&m, &a, 40, UPIPE_USE_OTHER, "a", &e);
     CHECK(a != c);
     CHECK_INT(m.blocks_peak, 3);
-    upipe_mem_release(&m); /* the peers are gone */
-    CHECK_INT(m.quarantined, 0);
-    CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_OK, e); /* it came after the quarantine */
     upipe_mem_quarantine(&m, 0); /* and what is free: a stream may not be done with it */
-    CHECK_REFUSED(upipe_mem_alloc(&m, &c, 40, UPIPE_USE_OTHER, "c", &e), UPIPE_ERR_ARG, e,
+    CHECK_REFUSED(upipe_mem_alloc(&m, &a, 40, UPIPE_USE_OTHER, "a", &e), UPIPE_ERR_ARG, e,
                   "the pool is quarantined");
-    upipe_mem_release(&m);
+    CHECK_REFUSED(upipe_mem_destroy(&m, &e), UPIPE_ERR_ARG, e, "1 blocks of 40 bytes live");
+    upipe_mem_init(&m, slab, SLAB, blocks, BLOCKS); /* the peers are gone */
     CHECK_STATUS(upipe_mem_alloc(&m, &c, 40, UPIPE_USE_OTHER, "c", &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_free(&m, c, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_mem_destroy(&m, &e), UPIPE_OK, e);
 }
 
@@ -259,9 +257,9 @@ static void test_unwind(void)
         CHECK_SAY(strcmp(told, want) == 0, "%s, not %s", told, want);
         CHECK_INT(m.live, end[0] ? 110 : 10);
         CHECK_INT(m.quarantined, end[0] ? 110 : 0);
-        upipe_mem_release(&m);
         upipe_mem_rewind(&m, 0);
-        CHECK_STATUS(upipe_mem_destroy(&m, &c.err), UPIPE_OK, c.err);
+        CHECK_INT(m.live, end[0] ? 110 : 0);
+        CHECK_INT(upipe_mem_destroy(&m, NULL), end[0] ? UPIPE_ERR_ARG : UPIPE_OK);
     }
 }
 

@@ -140,7 +140,6 @@ static host *host_begin(void)
 
 static void host_end(host *h, const char *what)
 {
-    upipe_mem_release(&h->mem);
     CHECK_STATUS(upipe_saved_free(&h->c, &h->save), UPIPE_OK, h->c.err);
     CHECK_STATUS(upipe_linear_saved_free(&h->c, &h->lin_save), UPIPE_OK, h->c.err);
     h->f.host = &h->second;

@@ -114,11 +114,11 @@ typedef struct upipe_mem {
     int blocks_peak; /* most live blocks so far: what the table must hold */
     int dry; /* no slab. Below 0: and every tile of upipe_tiles_next is gone through, as in a real pool */
     int64_t times; /* how often what happens now counts; 1 but in a dry pool */
-    int locked;    /* the whole pool is quarantined: no allocations before upipe_mem_release */
+    int locked;    /* the whole pool is quarantined: no allocations any more */
     int phase;
     size_t live, peak;                       /* sum of bytes asked for: now, and its largest value */
     size_t need;                             /* slab bytes that were needed so far */
-    size_t quarantined;                      /* part of live that cannot be freed before upipe_mem_release */
+    size_t quarantined;                      /* part of live that cannot be freed any more */
     int64_t serial;                          /* allocations so far */
     size_t phase_peak[UPIPE_MEM_PHASES_MAX]; /* largest live while the phase was current */
     /* optional, set by the host after init */
@@ -342,6 +342,8 @@ UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
 /* upipe_mem_quarantine -- locks the blocks allocated after the mark, since a peer may still access them
  *   mark    0: the whole pool. Free space is then locked too: a transfer may be in flight whose buffers the host
  *           has freed, where work on a stream runs behind it
+ * Once no peer accesses them any more, as the team's ranks have returned, the host may end the pool
+ * (upipe_mem_destroy), and begin another one over its slab.
  */
 UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
 {
@@ -352,17 +354,6 @@ UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
         m->blocks[i].quarantined = 1;
         m->quarantined += m->blocks[i].bytes;
     }
-}
-
-/* upipe_mem_release -- unlocks the quarantined blocks: they are live again and can be freed. Call it once no
- *                      peer
- *                      accesses them any more: the team's ranks have returned */
-UPIPE_API void upipe_mem_release(upipe_mem *m)
-{
-    int i;
-    for (i = 0; i < m->blocks_n; ++i) m->blocks[i].quarantined = 0;
-    m->quarantined = 0;
-    m->locked = 0;
 }
 
 /* upipe_mem_phase -- starts a phase: peaks count for it from now on, beginning with the live bytes

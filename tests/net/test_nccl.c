@@ -589,9 +589,6 @@ static upipe_status never_body(rank_buf *k)
     CHECK_INT(c->team->quarantine, 1);
     CHECK(upipe_unwind(c, s, 0, NULL) == s); /* the stream goes on: it does not hang here */
     CHECK_STATUS(upipe_alloc(c, &again, 64, UPIPE_USE_OTHER, "again"), UPIPE_ERR_ARG, c->err);
-    upipe_mem_release(&mem);
-    UPIPE_TRY(upipe_alloc(c, &again, 64, UPIPE_USE_OTHER, "again"));
-    UPIPE_TRY(upipe_free(c, again));
     CHECK_STATUS(upipe_mem_destroy(&mem, &c->err), UPIPE_OK, c->err);
     check_dead(k);
     return s;
