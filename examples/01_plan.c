@@ -3,11 +3,12 @@
  *     cc -O2 -I . examples/01_plan.c -lm && ./a.out
  *
  * The attention block of Llama3-8B (32 query heads, 8 key/value heads of 128) on 8 ranks over a million
- * tokens. A dry run goes through the block's own code over a pool that counts; the closed form of upipe_bytes.h, which
- * there is for such even heads, says the same.
+ * tokens. A dry run goes through the block's own code over a pool that counts; the sums of common/even_bytes.h, which
+ * there are for such even heads, say the same.
  */
 #include <stdio.h>
 
+#include "common/even_bytes.h"
 #include "upipe/upipe.h"
 
 /* A backend without scratch: how much one takes depends on its kernels. */
@@ -57,7 +58,7 @@ int main(void)
         layer.plan = &p;
         layer.wq = layer.wk = layer.wv = &weight;
         if (upipe_dry_init(&dry, &p, &ops) || upipe_dry_layer(&dry, &layer, 1) ||
-            upipe_even_bytes(&sums, &p, 0, 0, 0, tile, &dry.ctx.err)) {
+            even_bytes(&sums, &p, 0, 0, 0, tile, &dry.ctx.err)) {
             fprintf(stderr, "%s\n", dry.ctx.err.text);
             return 1;
         }

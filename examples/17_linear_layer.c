@@ -56,6 +56,7 @@ static upipe_status step(upipe_ctx *c, const upipe_linear_layer *l, sequence *q,
                      dx = upipe_view_packed(q->dx + first * MODEL, UPIPE_F32, n, 1, MODEL);
     upipe_linear_saved saved;
     UPIPE_TRY(upipe_linear_layer_fwd(c, c->team, l, &saved, y, x, NULL));
+    q->sent[c->team->rank] = c->team->sent_bytes;
     UPIPE_TRY(upipe_linear_layer_bwd(c, c->team, l, dx, &to, &saved, y, x, NULL));
     return upipe_all_reduce(c, c->team, grads, WEIGHTS);
 }
@@ -100,7 +101,6 @@ static upipe_status rank_main(void *user, int rank)
     if (s != UPIPE_OK) upipe_comm_abort(c.team, c.err.text);
     if (rank == 0 && s == UPIPE_OK) memcpy(&q->grads, grads, sizeof q->grads);
     if (rank == 0) q->slab = bytes;
-    q->sent[rank] = s == UPIPE_OK ? upipe_linear_layer_fwd_sent(&l, 0) : 0;
     free(slab);
     free(grads);
     return s;

@@ -25,7 +25,7 @@ LAYERS = [
     ['upipe_schedule.h', 'upipe_attn.h', 'upipe_check.h', 'upipe_tile.h', 'upipe_side_stream.h', 'upipe_unwind.h',
      'upipe_agree.h', 'upipe_linear.h', 'upipe_linear_rows.h'],
     ['upipe_plan.h', 'upipe_attend.h', 'upipe_reduce.h'],
-    ['upipe_bytes.h', 'upipe_sent.h', 'upipe_a2a.h', 'upipe_zero.h', 'upipe_scan.h'],
+    ['upipe_sent.h', 'upipe_a2a.h', 'upipe_zero.h', 'upipe_scan.h'],
     ['upipe_ring.h'],
     ['upipe_stage.h'],
     ['upipe_segments.h', 'upipe_layer.h', 'upipe_out_gate.h', 'upipe_qkv.h', 'upipe_linear_layer.h'],
@@ -82,8 +82,8 @@ FOREIGN = {
 BACKEND_NAME = re.compile(r'(?i)(?<![a-z0-9])(cpu|cuda|cublas|nccl|mpi|cblas|openblas|avx2?|pthread|thrd)(?![a-z])')
 PRINTS = 'printf vprintf puts putchar fputs fputc putc fwrite perror vfprintf fprintf'.split()
 LEAVES = 'setlocale newlocale uselocale exit _exit _Exit quick_exit abort atexit signal raise system longjmp'.split()
-# A pool's picture goes to a file of the caller's; a kernel that hangs has no other way to say so, in a build that asks for it.
-MAY_PRINT = {('fprintf', 'upipe_mem.h'), ('printf', 'cuda/upipe_cuda_kernel.h')}
+# A kernel that hangs has no other way to say so, in a build that asks for it.
+MAY_PRINT = {('printf', 'cuda/upipe_cuda_kernel.h')}
 # A conversion of a real number, and the calls whose text a person reads.
 REAL = re.compile(r'%[-+ #0]*[\d.*]*(?:l|L)?[aAeEfFgG](?![a-z])')
 SENTENCES = re.compile(r'_fail\s*\(')

@@ -6,6 +6,7 @@
  */
 #include "lib/memory.h"
 #include "lib/test.h"
+#include "examples/common/even_bytes.h"
 #include "upipe/upipe.h"
 
 static size_t gemm_scratch, fwd_scratch, bwd_scratch;
@@ -85,7 +86,7 @@ static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
         tile += rows * (size_t)plan->desc.heads *
                 (size_t)(desc->v_dim > desc->head_dim ? desc->v_dim : desc->head_dim) *
                 upipe_dtype_bytes(plan->desc.dtype);
-    even = upipe_even_bytes(&sums, plan, gemm_scratch, fwd_scratch, bwd_scratch, tile, &err) == UPIPE_OK;
+    even = even_bytes(&sums, plan, gemm_scratch, fwd_scratch, bwd_scratch, tile, &err) == UPIPE_OK;
     CHECK_INT(even, plan->schedule <= UPIPE_WHOLE && plan->desc.ring == 1 && !plan->overlap &&
                         plan->desc.tokens % plan->desc.ranks == 0);
     for (int phase = 0; phase < UPIPE_PHASES; ++phase) {
@@ -441,7 +442,7 @@ static void test_surroundings(void)
           UPIPE_OK);
     vgx = upipe_view_packed(dx, UPIPE_BF16, plan.rows, 1, 1024);
     CHECK_STATUS(upipe_layer_bwd(c, &layer, vgx, &grads, &save, &save.out, vx), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_even_bytes(&bytes, &plan, 1000, 2000, 3000, 256 * 1024 * (4 + 2), &c->err), UPIPE_OK,
+    CHECK_STATUS(even_bytes(&bytes, &plan, 1000, 2000, 3000, 256 * 1024 * (4 + 2), &c->err), UPIPE_OK,
                  c->err);
     for (int phase = UPIPE_BWD_OUT; phase <= UPIPE_BWD_IN; ++phase)
         CHECK_INT(dry->mem.phase_peak[phase], bytes.phase[phase] + upipe_plan_unit_bytes(&plan));

@@ -538,6 +538,7 @@ static void test_failed_passes(void)
     static char fetched[] = "host_q", lse[] = "lse"; /* allocated last in each pass */
     for (int quarantine = 0; quarantine < 2; ++quarantine) {
         lone *l = lone_begin();
+        upipe_mem failed;
         size_t before;
         l->mem.guard = refuse_tag;
         l->mem.user = lse;
@@ -545,8 +546,9 @@ static void test_failed_passes(void)
         CHECK_STATUS(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_ERR_MEMORY, l->c.err);
         CHECK_INT(l->host.live, 0);
         CHECK((l->mem.live != 0) == quarantine);
-        upipe_mem_release(&l->mem);
-        upipe_mem_rewind(&l->mem, 0);
+        failed = l->mem;
+        CHECK_INT(upipe_mem_destroy(&l->mem, NULL), quarantine ? UPIPE_ERR_ARG : UPIPE_OK);
+        upipe_mem_init(&l->mem, failed.slab, failed.slab_bytes, failed.blocks, failed.blocks_max);
         lone_again(l);
         CHECK_STATUS(upipe_fpdt_fwd(&l->c, &l->f, &l->save, l->x), UPIPE_OK, l->c.err);
         before = l->host.live;

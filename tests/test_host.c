@@ -1,5 +1,5 @@
 /* test_host.c -- a rank in five calls: its peak is the dry run's; tensors as trainers have them give the bits of packed
- * ones; a forward without a backward leaves nothing; sums and broadcasts; and what is refused
+ * ones; a forward without a backward leaves nothing; sums; and what is refused
  */
 #include "../upipe/net/upipe_net_threads_host.h"
 #include "../upipe/cpu/upipe_cpu.h"
@@ -181,30 +181,15 @@ static upipe_status numbers_body(void *user, upipe_host *h)
     upipe_ctx *c = &h->ctx;
     const int rank = c->team->rank;
     double values[2] = {1.0 / (rank + 3), 1e300}, want = 0;
-    float weights[5];
     (void)user;
     for (int r = 0; r < c->team->ranks; ++r) want += 1.0 / (r + 3);
     UPIPE_TRY(upipe_scalars_sum(c, c->team, values, 2));
     CHECK(values[0] == want && values[1] == 4e300);
-    for (int i = 0; i < 5; ++i) weights[i] = (float)(rank * 10 + i);
-    UPIPE_TRY(upipe_broadcast(c, c->team, weights, sizeof weights, 2));
-    for (int i = 0; i < 5; ++i) CHECK_INT(weights[i], 20 + i);
     CHECK_INT(h->mem.live, 0);
     CHECK_REFUSED(upipe_scalars_sum(c, c->team, values, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG, c->err,
                   "a sum of 41 numbers, at most 40");
     CHECK_REFUSED(upipe_scalars_sum(c, NULL, values, 1), UPIPE_ERR_ARG, c->err, "the communicator is NULL");
-    CHECK_REFUSED(upipe_broadcast(c, c->team, weights, 4, 4), UPIPE_ERR_ARG, c->err, "from rank 4 of 4");
     return UPIPE_OK;
-}
-
-/* Rank 1 names another root: no rank returns data. */
-static upipe_status roots_body(void *user, upipe_host *h)
-{
-    float weights[5] = {0};
-    upipe_status s = upipe_broadcast(&h->ctx, h->ctx.team, weights, sizeof weights, h->ctx.team->rank == 1);
-    (void)user;
-    CHECK_SAY(s == UPIPE_ERR_MISMATCH || s == UPIPE_ERR_ABORTED, "two roots: %s", upipe_status_name(s));
-    return s;
 }
 
 static void test_numbers(const upipe_ops *ops)
@@ -212,7 +197,6 @@ static void test_numbers(const upipe_ops *ops)
     upipe_host_desc d = description(4, 1);
     upipe_err err;
     CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, numbers_body, &err), UPIPE_OK, err);
-    CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, roots_body, &err), UPIPE_ERR_MISMATCH, err);
 }
 
 /* ---- what is refused ---- */

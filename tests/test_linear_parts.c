@@ -7,6 +7,7 @@
 #include "upipe/upipe.h"
 
 #include "lib/context.h"
+#include "lib/linear_bytes.h"
 #include "lib/test.h"
 
 enum {
@@ -131,7 +132,7 @@ static void test_parts(void)
     CHECK_STATUS(upipe_linear_layer_out_fwd(&q.c, &q.self, &q.l, &saved, rows_of(two.y), rows_of(q.x)),
                  UPIPE_OK, q.c.err);
     CHECK_BYTES(two.y, one.y, sizeof one.y);
-    CHECK(q.mem.peak > held && q.mem.peak <= upipe_linear_layer_bytes(&q.ops, &q.l, 0));
+    CHECK(q.mem.peak > held && q.mem.peak <= linear_bytes(&q.ops, &q.l, 0));
     CHECK_INT(q.mem.live, held);
     memcpy(two.y, q.x, sizeof two.y); /* in x's place */
     CHECK_STATUS(upipe_linear_layer_out_fwd(&q.c, &q.self, &q.l, &saved, rows_of(two.y), rows_of(two.y)),
@@ -179,7 +180,7 @@ static void test_capacity(void)
         q.l.capacity = (upipe_borders){NULL, 0};
         whole(&q, &one);
         if (q.mem.peak < least) least = q.mem.peak;
-        CHECK_INT(q.mem.peak, upipe_linear_layer_bytes(&q.ops, &q.l, 1) + upi_lin_o_bytes(&q.l) +
+        CHECK_INT(q.mem.peak, linear_bytes(&q.ops, &q.l, 1) + upi_lin_o_bytes(&q.l) +
                                   upipe_linear_layer_state_bytes(&q.l));
         q.l.capacity = (upipe_borders){capacity, 12};
         whole(&q, &two);

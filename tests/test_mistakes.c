@@ -140,7 +140,6 @@ static host *host_begin(void)
 
 static void host_end(host *h, const char *what)
 {
-    upipe_mem_release(&h->mem);
     CHECK_STATUS(upipe_saved_free(&h->c, &h->save), UPIPE_OK, h->c.err);
     CHECK_STATUS(upipe_linear_saved_free(&h->c, &h->lin_save), UPIPE_OK, h->c.err);
     h->f.host = &h->second;
@@ -448,8 +447,6 @@ MISTAKE(null_attn_bwd, return upipe_attn_bwd(&h->c, NULL))
 MISTAKE(null_mlp, return upipe_mlp_fwd(&h->c, NULL, h->x, h->x))
 MISTAKE(null_mlp_grads, upipe_mlp m; memset(&m, 0, sizeof m); m.w_gate = m.w_up = m.w_down = h->weights;
         m.hidden = 4; return upipe_mlp_bwd(&h->c, &m, h->x, NULL, h->x, h->x))
-MISTAKE(null_mlp_bytes, size_t n; return upipe_mlp_bytes(&n, &h->ops, NULL, 8, 8, UPIPE_F32, 0, &h->c.err))
-MISTAKE(null_loss_bytes, size_t n; return upipe_loss_bytes(&n, &h->ops, NULL, 8, 8, UPIPE_F32, 0, &h->c.err))
 MISTAKE(null_loss_grads, upipe_head head; float loss; int32_t target = 0; memset(&head, 0, sizeof head);
         return upipe_loss_bwd(&h->c, &head, h->x, NULL, &loss, h->x, &target))
 MISTAKE(null_loss, float loss; int32_t target = 0; return upipe_loss_fwd(&h->c, NULL, &loss, h->x, &target))
@@ -653,8 +650,6 @@ static const mistake mistakes[] = {
     ROW(null_attn_bwd, "the call is NULL"),
     ROW(null_mlp, "the MLP, w_gate"),
     ROW(null_mlp_grads, "grads is NULL"),
-    ROW(null_mlp_bytes, "mlp_bytes"),
-    ROW(null_loss_bytes, "loss_bytes"),
     ROW(null_loss_grads, "grads is NULL"),
     ROW(null_loss, "the head, w, losses"),
     ROW(null_rope, "rope: the call is NULL"),

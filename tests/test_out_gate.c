@@ -625,20 +625,6 @@ static void test_refusals(void)
     alone_end(&a);
 }
 
-static void test_dry_refusals(void)
-{
-    alone a;
-    upipe_status s;
-    upipe_dry *dry;
-    alone_begin(&a, UPIPE_F32, 2, 0, 0);
-    dry = dry_begin(&a.plan, &a.ops, &s);
-    CHECK_REFUSED(upipe_dry_gated_block(dry, NULL, 1), UPIPE_ERR_ARG, dry->ctx.err,
-                  "the layer or its plan is NULL");
-    dry = dry_begin(&a.plan, NULL, &s);
-    CHECK_REFUSED(upipe_dry_gated_block(dry, &a.l, 1), UPIPE_ERR_ARG, dry->ctx.err, "upipe_dry_init failed");
-    alone_end(&a);
-}
-
 static void test_out_of_memory(int h, int hkv, int ranks, int reads_o, upipe_dtype dtype)
 {
     run_case t = gated_of(8, h, hkv, 16, ranks, ranks, dtype);
@@ -651,7 +637,6 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     TEST(test_finite_differences());
     TEST(test_refusals());
-    TEST(test_dry_refusals());
     TEST(test_bytes(UPIPE_F32, 1, 0));
     TEST(test_bytes(UPIPE_BF16, 2, 0));
     TEST(test_bytes(UPIPE_BF16, 4, 0));

@@ -1,7 +1,7 @@
 /* test_plan -- the schedule against brute force, the paper's figure and tables, refusals */
 #include "lib/test.h"
 #include "upipe/upipe_sent.h"
-#include "upipe/upipe_bytes.h"
+#include "examples/common/paper.h"
 
 static upipe_plan_desc describe(int64_t tokens, int ranks, int heads, int kv_heads, int head_dim, int chunk)
 {
@@ -414,15 +414,14 @@ static void test_tables(void)
     upipe_plan p;
     for (int row = 0; row < 4; ++row)
         for (int phase = 0; phase < 8; ++phase)
-            CHECK_SAY(
-                upipe_paper_units((upipe_paper_row)row, (upipe_phase)phase, 4, 4, 16, 32) == want[row][phase],
-                "row %d column %s is %g, not %g", row, upipe_phase_name(phase),
-                upipe_paper_units((upipe_paper_row)row, (upipe_phase)phase, 4, 4, 16, 32), want[row][phase]);
+            CHECK_SAY(paper_units((paper_row)row, (upipe_phase)phase, 4, 4, 16, 32) == want[row][phase],
+                      "row %d column %s is %g, not %g", row, upipe_phase_name(phase),
+                      paper_units((paper_row)row, (upipe_phase)phase, 4, 4, 16, 32), want[row][phase]);
     /* at nu = 1 UPipe's row is Ulysses with offloading, but for final_out that the paper allocates first */
-    CHECK(upipe_paper_units(UPIPE_PAPER_UPIPE, UPIPE_BWD_ATTN, 4, 1, 1, 1) ==
-          upipe_paper_units(UPIPE_PAPER_ULYSSES_OFFLOAD, UPIPE_BWD_ATTN, 4, 1, 1, 1));
-    CHECK(upipe_paper_units(UPIPE_PAPER_UPIPE, UPIPE_BWD_IN, 4, 1, 1, 1) ==
-          upipe_paper_units(UPIPE_PAPER_ULYSSES_OFFLOAD, UPIPE_BWD_IN, 4, 1, 1, 1));
+    CHECK(paper_units(PAPER_UPIPE, UPIPE_BWD_ATTN, 4, 1, 1, 1) ==
+          paper_units(PAPER_ULYSSES_OFFLOAD, UPIPE_BWD_ATTN, 4, 1, 1, 1));
+    CHECK(paper_units(PAPER_UPIPE, UPIPE_BWD_IN, 4, 1, 1, 1) ==
+          paper_units(PAPER_ULYSSES_OFFLOAD, UPIPE_BWD_IN, 4, 1, 1, 1));
     /* a unit of Llama3-8B on 8 ranks is 1 GiB per million tokens */
     d.dtype = UPIPE_BF16;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);

@@ -7,7 +7,7 @@
 #ifdef UPIPE_WITH_CUDA
 #include "fake/fake_pool.h"
 
-#include "../upipe/net/upipe_net_nccl_host.h"
+#include "../upipe/net/upipe_net_nccl.h"
 #include "../upipe/cuda/upipe_cuda_device.h"
 #endif
 #include "../upipe/net/upipe_net_threads_host.h"
@@ -85,12 +85,14 @@ struct devices {
 static upipe_status device_rank(void *user, int rank)
 {
     const auto *d = static_cast<const devices *>(user);
-    const auto h = std::make_unique<upipe_nccl_host>();
+    const auto h = std::make_unique<upipe_host>();
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclComm_t nccl = nullptr;
+    upipe_nccl team;
     upipe_cuda cuda;
     upipe_ops ops;
     upipe_err err = {};
+    void *slab;
     fake_rank(rank);
     check_cuda(cudaSetDevice(rank));
     check_cuda(cudaStreamCreateWithFlags(&tensor::stream, cudaStreamNonBlocking));
@@ -98,13 +100,17 @@ static upipe_status device_rank(void *user, int rank)
     CHECK_STATUS(app_ops(&ops, &cuda, &err), UPIPE_OK, err);
     config.blocking = 0;
     (void)ncclCommInitRankConfig(&nccl, d->desc->plan.ranks, d->id, rank, &config);
-    upipe_status s = upipe_nccl_host_open(h.get(), nccl, tensor::stream, 60, d->desc, &ops, &err);
-    if (CHECK_SAY(s == UPIPE_OK, "%s", err.text)) {
-        s = d->body(d->desc->user, &h->host);
-        CHECK_STATUS(s, UPIPE_OK, h->host.ctx.err);
-        CHECK_STATUS(upipe_nccl_host_close(h.get(), &err), UPIPE_OK, err);
-        CHECK(ncclCommAbort(nccl) == ncclSuccess);
-    }
+    CHECK_STATUS(upipe_nccl_init(&team, nccl, 60, &err), UPIPE_OK, err);
+    h->ctx.ops = &ops, h->ctx.team = &team.comm, h->ctx.stream = tensor::stream;
+    CHECK_STATUS(upipe_host_open(h.get(), d->desc), UPIPE_OK, h->ctx.err);
+    CHECK_STATUS(upipe_cuda_slab(&slab, upipe_host_slab_bytes(h.get()), &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_host_slab(h.get(), slab), UPIPE_OK, h->ctx.err);
+    const upipe_status s = d->body(d->desc->user, h.get());
+    CHECK_STATUS(s, UPIPE_OK, h->ctx.err);
+    CHECK_STATUS(upipe_host_close(h.get()), UPIPE_OK, h->ctx.err);
+    CHECK_STATUS(upipe_nccl_free(&team, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_cuda_slab_free(slab, &err), UPIPE_OK, err);
+    CHECK(ncclCommAbort(nccl) == ncclSuccess);
     check_cuda(cudaStreamDestroy(tensor::stream));
     CHECK_STATUS(upipe_cuda_free(&cuda, &err), UPIPE_OK, err);
     return s;

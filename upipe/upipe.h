@@ -58,7 +58,6 @@
 #include "upipe_schedule.h"
 #include "upipe_plan.h"
 #include "upipe_sent.h"
-#include "upipe_bytes.h"
 #include "upipe_mem.h"
 #include "upipe_ops.h"
 #include "upipe_comm.h"

@@ -23,8 +23,7 @@
  * itself waits in another communicator, is not the one to be named.
  *
  * Quarantine. Where a peer may still access the buffers of a failed transfer, comm->quarantine is set: their
- * memory must neither be used again nor freed before the peers have ended. A pool keeps it until
- * upipe_mem_release.
+ * memory must neither be used again nor freed before the peers have ended. A pool keeps it (upipe_mem_quarantine).
  *
  * The host makes and frees communicators with the headers in net/. The library only uses them.
  */

@@ -7,23 +7,29 @@
  *     upipe_bytes bytes = upipe_dry_bytes(dry);          live bytes, by phase: a real run holds the same, to the byte
  *     dry->team.sent_bytes, dry->ring.sent_bytes
  *
- * This is how the library knows its bytes; upipe_bytes.h has closed forms for some plans. Sizes are those of the given
- * compute table: its *_bytes entries are asked as in the real run. Of tiles with the same number of rows, and of the
- * sequences of a batch, the code goes through one, which counts for all (upipe_tiles_next). So its time grows with heads,
- * stages and ranks, and not with tokens or the batch.
+ * This is how the library knows its bytes. Sizes are those of the given compute table: its *_bytes entries are asked as
+ * in the real run. Of tiles with the same number of rows, and of the sequences of a batch, the code goes through one,
+ * which counts for all (upipe_tiles_next). So its time grows with heads, stages and ranks, and not with tokens or the
+ * batch.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
 
 #include "dry/pairs.h"
-#include "upipe_bytes.h"
 #include "upipe_fpdt.h"
 #include "upipe_layer.h"
-#include "upipe_out_gate.h"
 #include "upipe_qkv.h"
 #include "upipe_reduce.h"
 
 enum { UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16, UPIPE_DRY_SEEN = 61 };
+
+/* Live bytes of one rank, x included: the largest of each phase, of all, and of Q, K, V chunks and all-to-all buffers
+ * in the forward (the paper's "intermediate tensors"). */
+typedef struct upipe_bytes {
+    size_t phase[UPIPE_PHASES];
+    size_t peak;
+    size_t intermediate_fwd;
+} upipe_bytes;
 
 /* What the calls of compute would have done: FLOPs, a multiplication and an addition each, of products, and of
  * attention over the keys that its mask shows (forward 4, backward 10 a query, key and element of head_dim). */
@@ -380,42 +386,6 @@ UPIPE_API upipe_status upipe_dry_layer(upipe_dry *dry, const upipe_layer *l, int
 UPIPE_API upipe_status upipe_dry_block(upipe_dry *dry, const upipe_layer *l, int dx_in_place)
 {
     return upi_dry_pass(dry, l, 1, dx_in_place);
-}
-
-/* upipe_dry_gated_block -- a training step as upipe_dry_block's with the projection of upipe_out_gate.h: the gate's part of
- *                          the gradient of x takes y's place, which goes back to the pool at the end
- *   dx_in_place, errors    as upipe_dry_block
- */
-UPIPE_API upipe_status upipe_dry_gated_block(upipe_dry *dry, const upipe_layer *l, int dx_in_place)
-{
-    upipe_ctx *c = &dry->ctx;
-    upipe_layer gated;
-    const size_t unit = l != NULL && l->plan != NULL ? upipe_plan_unit_bytes(l->plan) : 0;
-    upipe_saved save;
-    upipe_grads grads;
-    upipe_view x, y, dx;
-    if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
-    if (unit == 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the layer or its plan is NULL, or empty");
-    gated = *l;
-    gated.wg = dry->mem.slab; /* never touched */
-    l = &gated;
-    grads = upi_dry_grads(dry, l);
-    x = upipe_view_packed(NULL, l->plan->desc.dtype, l->plan->rows, 1, (int32_t)l->plan->desc.model_dim);
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &x.data, unit, UPIPE_USE_OTHER, "x", &c->err));
-    y = dx = x;
-    UPIPE_TRY(upipe_layer_fwd(c, l, &save, x));
-    UPIPE_TRY(upipe_mem_alloc(c->mem, &y.data, unit, UPIPE_USE_OTHER, "y", &c->err));
-    UPIPE_TRY(upipe_gated_out_fwd(c, l, y, &save, x));
-    UPIPE_TRY(upipe_gated_out_bwd(c, l, &grads, &save, y, y, x));
-    if (!dx_in_place) UPIPE_TRY(upipe_mem_alloc(c->mem, &dx.data, unit, UPIPE_USE_OTHER, "dx", &c->err));
-    UPIPE_TRY(upipe_layer_bwd(c, l, dx, &grads, &save, &save.out, x));
-    UPIPE_TRY(c->ops->add(c, dx, y));
-    if (!dx_in_place) UPIPE_TRY(upipe_mem_free(c->mem, dx.data, &c->err));
-    UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
-    UPIPE_TRY(upipe_saved_free(c, &save));
-    UPIPE_TRY(upipe_all_reduce(c, c->team, (float *)grads.wq,
-                               (int64_t)l->plan->desc.heads * l->plan->desc.head_dim * x.d));
-    return upipe_mem_free(c->mem, x.data, &c->err);
 }
 
 /* upipe_dry_qkv -- attention of the host's own Q, K and V, forward and backward: the pool's peaks and bytes sent are in

@@ -1,15 +1,16 @@
 /* upipe_host.h -- a trainer's rank in five calls: plan, dry run, slab, pool and context        layer 10
  *
  *     upipe_host h = {0};                                about 970 KB: too much for some stacks
- *     h.ctx.ops = &ops;  h.ctx.team = team;              the host's own; ring, stream and side_stream too, if any
+ *     h.ctx.ops = &ops;  h.ctx.team = team;              any communicator of net/; ring, stream, side_stream too, if any
  *     upipe_host_open(&h, &desc);                        the plan, and a dry run: nothing is allocated
  *     upipe_host_slab(&h, slab);                         slab: upipe_host_slab_bytes(&h) bytes, the host's own
  *     a = upipe_qkv_fused(&h.call, qkv, o, UPIPE_F32);   h.call has plan and mask
  *     upipe_qkv_fwd(&h.ctx, &a, &saved);  ...
  *     upipe_host_close(&h);                              the slab is the host's again
  *
- * A call that fails leaves its sentence in h.ctx.err. net/upipe_net_threads_host.h, ..._mpi_host.h and
- * ..._nccl_host.h make team and slab too.
+ * A call that fails leaves its sentence in h.ctx.err, which upipe_comm_abort brings to the other ranks. The slab is freed
+ * after the team, and not where peers may still access it: where its free fails, or team->quarantine is set. For ranks that
+ * are threads net/upipe_net_threads_host.h makes teams and slabs too.
  */
 #ifndef UPIPE_HOST_H
 #define UPIPE_HOST_H

@@ -12,7 +12,7 @@
  *
  * stage/types.h describes upipe_layer, upipe_grads and upipe_saved; upipe_stage.h has what the loops below call. A
  * failed call frees what it allocated and aborts the team, so that no rank waits for this one. Where a peer may still
- * read this rank's memory (team->quarantine), the pool is locked instead until upipe_mem_release.
+ * read this rank's memory (team->quarantine), the pool is locked instead (upipe_mem_quarantine).
  */
 #ifndef UPIPE_LAYER_H
 #define UPIPE_LAYER_H

@@ -40,7 +40,7 @@ UPIPE_API upipe_status upipe_linear_saved_free(upipe_ctx *c, upipe_linear_saved 
  *           upipe_linear_layer_out_fwd makes y of it
  *   x       likewise; y may be x, if the backward is given x again
  *   carry   as in upipe_scan_fwd, of upipe_linear_layer_state_bytes, zeros before the first segment; NULL without segments
- *   bytes   upipe_linear_layer_bytes(.., 0) of the pool; sends upipe_linear_layer_fwd_sent
+ *   bytes   save's, beside them a stage's buffers or a tile's; sends upipe_linear_layer_state_bytes to the next rank
  *   errors  ARG, UNSUPPORTED, OVERFLOW: nothing happens. MEMORY, MISMATCH, TIMEOUT, ABORTED, those of the rules: team, ring and
  *           comm are aborted, and the pool is as before
  */
@@ -71,7 +71,7 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
 /* upipe_linear_layer_out_fwd -- y = the layer of x, from what its forward has saved; no rank waits for another
  *   save    read
  *   y x     as in the forward; y may be x
- *   bytes   at most upipe_linear_layer_bytes(.., 0), less what is saved
+ *   bytes   a tile's buffers
  *   errors  ARG, UNSUPPORTED, OVERFLOW: nothing happens. MEMORY, those of the table: team and ring are aborted
  */
 UPIPE_API upipe_status upipe_linear_layer_out_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_linear_layer *l,
@@ -99,7 +99,7 @@ UPIPE_API upipe_status upipe_linear_layer_out_fwd(upipe_ctx *c, upipe_comm *comm
  *   save    consumed
  *   dy x    likewise; x is the forward's
  *   carry   as in upipe_scan_bwd, zeros before the last segment, which comes first
- *   bytes   upipe_linear_layer_bytes(.., 1) of the pool beside save; sends upipe_linear_layer_bwd_sent
+ *   bytes   a stage's buffers or a tile's, and the sum of dx where it is not f32; sends as much, to the rank before
  *   errors  as the forward; of the second kind save is then valid for upipe_linear_saved_free alone, and grads hold part of a
  *           sum
  */

@@ -114,11 +114,11 @@ typedef struct upipe_mem {
     int blocks_peak; /* most live blocks so far: what the table must hold */
     int dry; /* no slab. Below 0: and every tile of upipe_tiles_next is gone through, as in a real pool */
     int64_t times; /* how often what happens now counts; 1 but in a dry pool */
-    int locked;    /* the whole pool is quarantined: no allocations before upipe_mem_release */
+    int locked;    /* the whole pool is quarantined: no allocations any more */
     int phase;
     size_t live, peak;                       /* sum of bytes asked for: now, and its largest value */
     size_t need;                             /* slab bytes that were needed so far */
-    size_t quarantined;                      /* part of live that cannot be freed before upipe_mem_release */
+    size_t quarantined;                      /* part of live that cannot be freed any more */
     int64_t serial;                          /* allocations so far */
     size_t phase_peak[UPIPE_MEM_PHASES_MAX]; /* largest live while the phase was current */
     /* optional, set by the host after init */
@@ -342,6 +342,8 @@ UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
 /* upipe_mem_quarantine -- locks the blocks allocated after the mark, since a peer may still access them
  *   mark    0: the whole pool. Free space is then locked too: a transfer may be in flight whose buffers the host
  *           has freed, where work on a stream runs behind it
+ * Once no peer accesses them any more, as the team's ranks have returned, the host may end the pool
+ * (upipe_mem_destroy), and begin another one over its slab.
  */
 UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
 {
@@ -352,17 +354,6 @@ UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
         m->blocks[i].quarantined = 1;
         m->quarantined += m->blocks[i].bytes;
     }
-}
-
-/* upipe_mem_release -- unlocks the quarantined blocks: they are live again and can be freed. Call it once no
- *                      peer
- *                      accesses them any more: the team's ranks have returned */
-UPIPE_API void upipe_mem_release(upipe_mem *m)
-{
-    int i;
-    for (i = 0; i < m->blocks_n; ++i) m->blocks[i].quarantined = 0;
-    m->quarantined = 0;
-    m->locked = 0;
 }
 
 /* upipe_mem_phase -- starts a phase: peaks count for it from now on, beginning with the live bytes
@@ -431,49 +422,6 @@ UPIPE_API size_t upipe_mem_largest(const upipe_mem *m, upipe_use use)
         if (live > most) most = live;
     }
     return most;
-}
-
-/* upipe_mem_trace_write -- the trace as Chrome trace events, for Perfetto or chrome://tracing
- *   file    gets one JSON object a line, with a comma before all but the first; the caller writes [ before
- *           the first pool's objects and ] after the last one's
- *   pid     the rank
- *   first   nonzero for the first pool of the file
- * Times are the clock's, so pools of ranks that share a clock are aligned. Each block is a span with its tag
- * as name. A counter shows the live bytes. Phases are spans on a track of their own. Returns the number of
- * events written, or -1 if writing failed.
- */
-UPIPE_API int64_t upipe_mem_trace_write(const upipe_mem *m, FILE *file, int pid, int first)
-{
-    int64_t i;
-    const char *open = NULL;
-    char last[32] = "0";
-    fprintf(file,
-            "%s{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}\n"
-            ",{\"ph\":\"M\",\"name\":\"thread_name\",\"pid\":%d,\"tid\":1,\"args\":{\"name\":\"phases\"}}\n",
-            first ? "" : ",", pid, pid, pid);
-    for (i = 0; i < m->events_n; ++i) {
-        const upipe_mem_event *e = &m->events[i];
-        const int64_t ns =
-            (int64_t)(e->seconds * 1e9 + 0.5); /* from the clock's own zero, which the ranks share */
-        /* the point of a real number is the locale's */
-        snprintf(last, sizeof last, "%lld.%03d", (long long)(ns / 1000), (int)(ns % 1000));
-        if (e->kind == 0) {
-            if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n", pid, last);
-            fprintf(file,
-                    ",{\"ph\":\"B\",\"name\":\"%s\",\"cat\":\"phase\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n",
-                    e->tag, pid, last);
-            open = e->tag;
-            continue;
-        }
-        fprintf(file,
-                ",{\"ph\":\"%s\",\"name\":\"%s\",\"cat\":\"block\",\"id\":\"%d.%lld\",\"pid\":%d,\"tid\":2,"
-                "\"ts\":%s,\"args\":{\"bytes\":%zu,\"offset\":%zu}}\n",
-                e->kind > 0 ? "b" : "e", e->tag, pid, (long long)e->serial, pid, last, e->bytes, e->offset);
-        fprintf(file, ",{\"ph\":\"C\",\"name\":\"live\",\"pid\":%d,\"ts\":%s,\"args\":{\"bytes\":%zu}}\n",
-                pid, last, e->live);
-    }
-    if (open != NULL) fprintf(file, ",{\"ph\":\"E\",\"pid\":%d,\"tid\":1,\"ts\":%s}\n", pid, last);
-    return ferror(file) ? -1 : m->events_n;
 }
 
 #endif

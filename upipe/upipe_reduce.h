@@ -1,4 +1,4 @@
-/* upipe_reduce.h -- sums over the ranks of a communicator, gathers and broadcasts        layer 3
+/* upipe_reduce.h -- sums over the ranks of a communicator, and gathers        layer 3
  *
  * Every rank owns a slice of the elements: upipe_reduce_slice. The ranks' values are added in rank order on
  * every transport, so the bits of a sum do not depend on the transport.
@@ -6,7 +6,6 @@
  *     upipe_all_reduce(&ctx, ctx.team, dwq, n);           gradients of weights, over the ranks of ctx.team
  *     upipe_all_reduce(&ctx, world, dwq, n);              the same over all ranks, where there is a ring too
  *     upipe_scalars_sum(&ctx, world, &loss, 1);           a few numbers of the host, in f64
- *     upipe_broadcast(&ctx, world, weights, bytes, 0);    what rank 0 has read
  */
 #ifndef UPIPE_REDUCE_H
 #define UPIPE_REDUCE_H
@@ -264,37 +263,6 @@ UPIPE_API upipe_status upipe_scalars_sum(upipe_ctx *c, upipe_comm *comm, double 
             values[i] += term;
         }
     return UPIPE_OK;
-}
-
-/* Root's messages go to all others; another rank has one, from root. */
-UPIPE_API upipe_status upi_broadcast(upipe_ctx *c, upipe_comm *comm, void *data, size_t bytes, int root)
-{
-    int r, used = 0;
-    for (r = 0; r < comm->ranks; ++r)
-        if (comm->rank == root && r != root)
-            upipe_msg_add(comm->list, &used, r, 1, data, bytes, 0, NULL, 0, 0);
-        else if (comm->rank != root && r == root)
-            upipe_msg_add(comm->list, &used, r, 1, NULL, 0, 0, data, bytes, 0);
-    UPIPE_TRY(upipe_comm_start(c, comm, comm->list, used));
-    return upipe_comm_wait(c, comm);
-}
-
-/* upipe_broadcast -- every rank of comm receives root's data: initial weights, a batch
- *   data    `bytes` bytes, the same number on all ranks, in memory that the transport reaches
- *   bytes   root sends them to each of the others
- *   comm, errors  as upipe_reduce_scatter, without MEMORY; ARG where root is no rank of comm
- */
-UPIPE_API upipe_status upipe_broadcast(upipe_ctx *c, upipe_comm *comm, void *data, size_t bytes, int root)
-{
-    upipe_status s;
-    int64_t mark;
-    UPIPE_TRY(upi_reduce_check(c, comm, "a broadcast", 0));
-    if (root < 0 || root >= comm->ranks)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a broadcast from rank %d of %d", root, comm->ranks);
-    if (bytes == 0 || comm->ranks == 1) return UPIPE_OK;
-    mark = upipe_mem_mark(c->mem);
-    s = upi_broadcast(c, comm, data, bytes, root);
-    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark, comm);
 }
 
 #endif

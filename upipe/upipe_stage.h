@@ -220,7 +220,7 @@ UPIPE_API upipe_status upipe_bwd_store(upipe_ctx *c, void *pass, int i)
 }
 
 /* upipe_saved_free -- frees what is left of the forward's results
- *   errors  ARG for blocks that a failed transfer has quarantined: upipe_mem_release first
+ *   errors  ARG for blocks that a failed transfer has quarantined
  */
 UPIPE_API upipe_status upipe_saved_free(upipe_ctx *c, upipe_saved *save)
 {

@@ -95,22 +95,6 @@ UPIPE_API upipe_status upi_mlp_tile_bytes(upi_tiling *t, const upipe_ops *ops, c
     return UPIPE_OK;
 }
 
-/* upipe_mlp_bytes -- what upipe_mlp_fwd or, with backward, upipe_mlp_bwd allocates, exactly
- *   rows dim dtype  of x
- *   errors          ARG where tile_bytes is too small, or a size is not positive; OVERFLOW
- */
-UPIPE_API upipe_status upipe_mlp_bytes(size_t *bytes, const upipe_ops *ops, const upipe_mlp *m, int64_t rows,
-                                       int64_t dim, upipe_dtype dtype, int backward, upipe_err *e)
-{
-    upi_tiling t;
-    *bytes = 0;
-    UPIPE_TRY(upi_tiles_sizes(rows, dim, m != NULL ? m->hidden : 0, "mlp_bytes", e));
-    if (rows == 0) return UPIPE_OK;
-    UPIPE_TRY(upi_mlp_tile_bytes(&t, ops, m, upi_tiles_shape(dtype, rows, dim), backward, e));
-    *bytes = (size_t)t.rows * t.row_bytes + t.work_bytes;
-    return UPIPE_OK;
-}
-
 UPIPE_API upipe_status upi_mlp_check(upipe_ctx *c, const char *call, const upipe_mlp *m, upipe_view x,
                                      const upipe_mlp_grads *g)
 {
@@ -200,7 +184,7 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
 /* upipe_mlp_fwd -- y = [x +] [result_scale *] [post_norm] down(silu(gate(n)) * up(n)), n = norm(x) or x, or with gelu
  *   y       [rows][1][D] view of x's type, written; may be x, otherwise does not overlap it
  *   x       [rows][1][D] view
- *   bytes   allocates upipe_mlp_bytes(..., 0)
+ *   bytes   a tile's tensors, as tile_bytes bounds them, and scratch of its products
  *   errors  ARG, MEMORY, the table's; the pool is as before
  *   paper   sections 2.3 (feed-forward) and 4 (tiles)
  */
@@ -297,7 +281,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
  *   grads   of the weights, += over the tokens in order
  *   dy      gradient of y
  *   x       the forward's
- *   bytes   allocates upipe_mlp_bytes(..., 1)
+ *   bytes   a tile's tensors, as tile_bytes bounds them, and scratch of its products
  *   errors  ARG, MEMORY; the pool is as before, dx and the gradients are undefined
  */
 UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view dx,
@@ -333,23 +317,6 @@ UPIPE_API upipe_status upi_loss_tile_bytes(upi_tiling *t, const upipe_ops *ops, 
     UPIPE_TRY(upi_tiles_fit(t, x.n, rows, h->tile_bytes, backward ? "loss_bwd" : "loss_fwd", e));
     t->work_bytes =
         upi_tiles_product_bytes(ops, UPIPE_F32, UPIPE_F32, x.dtype, t->rows, h->vocab, x.d, backward);
-    return UPIPE_OK;
-}
-
-/* upipe_loss_bytes -- what upipe_loss_fwd or, with backward, upipe_loss_bwd allocates, exactly
- *   rows dim dtype  of x
- *   errors          ARG where tile_bytes is too small, or a size is not positive; OVERFLOW
- */
-UPIPE_API upipe_status upipe_loss_bytes(size_t *bytes, const upipe_ops *ops, const upipe_head *h,
-                                        int64_t rows, int64_t dim, upipe_dtype dtype, int backward,
-                                        upipe_err *e)
-{
-    upi_tiling t;
-    *bytes = 0;
-    UPIPE_TRY(upi_tiles_sizes(rows, dim, h != NULL ? h->vocab : 0, "loss_bytes", e));
-    if (rows == 0) return UPIPE_OK;
-    UPIPE_TRY(upi_loss_tile_bytes(&t, ops, h, upi_tiles_shape(dtype, rows, dim), backward, e));
-    *bytes = (size_t)t.rows * t.row_bytes + t.work_bytes;
     return UPIPE_OK;
 }
 
@@ -444,7 +411,7 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
  *   losses  f32 [rows], not scaled; 0 where the target is negative
  *   x       [rows][1][D] view
  *   targets [rows], device memory; negative: ignored
- *   bytes   allocates upipe_loss_bytes(..., 0)
+ *   bytes   a tile's tensors, as tile_bytes bounds them, and scratch of its products
  *   errors  ARG, MEMORY; the pool is as before
  *   paper   sections 2.3 (cross-entropy) and 4
  */
@@ -465,7 +432,7 @@ UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_head *h, float *
  *           it
  *   grads   += over the tokens in order
  *   losses, x, targets  as upipe_loss_fwd, which need not have run
- *   bytes   allocates upipe_loss_bytes(..., 1)
+ *   bytes   a tile's tensors, as tile_bytes bounds them, and scratch of its products
  *   errors  ARG, MEMORY; the pool is as before, dx and the gradients are undefined
  */
 UPIPE_API upipe_status upipe_loss_bwd(upipe_ctx *c, const upipe_head *h, upipe_view dx,

@@ -19,7 +19,7 @@
  *
  * A transfer that the failure left between start and wait is ended first. Draining the stream leaves no work of
  * this rank that accesses the pool. Where a peer may still read this rank's memory (comm->quarantine), every
- * block of the pool is quarantined until upipe_mem_release: any of them may be a send buffer.
+ * block of the pool is quarantined: any of them may be a send buffer.
  */
 UPIPE_API upipe_status upipe_unwind(upipe_ctx *c, upipe_status s, int64_t mark, upipe_comm *comm)
 {

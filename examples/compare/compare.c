@@ -18,6 +18,7 @@
 #include "../common/cli.h"
 #include "../common/files.h"
 #include "../common/rounding.h"
+#include "../common/trace.h"
 #include "inputs.h"
 #include "setup.h"
 #include "options.h"
@@ -238,11 +239,7 @@ static int run_methods(compare *c)
 static void write_trace_rank(void *user, FILE *f, int r)
 {
     const method *m = (const method *)user;
-    upipe_mem pool; /* the pool is gone, its trace is not */
-    memset(&pool, 0, sizeof pool);
-    pool.events = m->ranks[r].events;
-    pool.events_n = m->ranks[r].events_n;
-    upipe_mem_trace_write(&pool, f, r, r == 0);
+    trace_write(m->ranks[r].events, m->ranks[r].events_n, f, r, r == 0);
 }
 
 /* All processes together; rank 0's writes, unless it is bad there already. */

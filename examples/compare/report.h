@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "../common/json.h"
+#include "../common/paper.h"
 #include "setup.h"
 
 static const double report_mib = 1024 * 1024;
@@ -28,13 +29,11 @@ static double report_paper(const method *m, int phase)
 {
     const upipe_plan *p = method_plan_of(m);
     const int which = (int)(m->kind - method_kinds);
-    upipe_paper_row row = which == METHOD_ULYSSES ? UPIPE_PAPER_ULYSSES
-                          : which == METHOD_FPDT  ? UPIPE_PAPER_FPDT
-                                                  : UPIPE_PAPER_UPIPE;
-    if (row == UPIPE_PAPER_UPIPE && which != METHOD_UPIPE && which != METHOD_UPIPE_NAIVE) return NAN;
-    if (row == UPIPE_PAPER_UPIPE && m->o->layers > 1 && !m->o->offload) return NAN;
-    if (row == UPIPE_PAPER_ULYSSES && m->o->offload) row = UPIPE_PAPER_ULYSSES_OFFLOAD;
-    return upipe_paper_units(row, (upipe_phase)phase, p->group, p->stages, m->o->how.segments, m->o->layers);
+    paper_row row = which == METHOD_ULYSSES ? PAPER_ULYSSES : which == METHOD_FPDT ? PAPER_FPDT : PAPER_UPIPE;
+    if (row == PAPER_UPIPE && which != METHOD_UPIPE && which != METHOD_UPIPE_NAIVE) return NAN;
+    if (row == PAPER_UPIPE && m->o->layers > 1 && !m->o->offload) return NAN;
+    if (row == PAPER_ULYSSES && m->o->offload) row = PAPER_ULYSSES_OFFLOAD;
+    return paper_units(row, (upipe_phase)phase, p->group, p->stages, m->o->how.segments, m->o->layers);
 }
 
 static size_t report_peak(const method_bytes *b)
@@ -261,8 +260,8 @@ static void report_phases(const method *all, int n, const options *o, int first)
         if (all[i].kind != &method_kinds[METHOD_ULYSSES] || o->offload) continue;
         printf("%-22s", "  with offloading"); /* other layers' inputs are not there */
         for (k = first; k < first + REPORT_COLUMNS; ++k) {
-            report_cell(upipe_paper_units(UPIPE_PAPER_ULYSSES_OFFLOAD, (upipe_phase)k,
-                                          method_plan_of(&all[i])->group, 1, 1, 1));
+            report_cell(
+                paper_units(PAPER_ULYSSES_OFFLOAD, (upipe_phase)k, method_plan_of(&all[i])->group, 1, 1, 1));
             report_cell((double)report_without_kept(&all[i], k) / report_unit(o));
         }
         printf("\n");

@@ -2,6 +2,7 @@
 #ifndef PLAN_REPORT_H
 #define PLAN_REPORT_H
 
+#include "../common/paper.h"
 #include "options.h"
 #include "planner.h"
 
@@ -170,9 +171,9 @@ static void report_phases(const upipe_dry *dry, const setting *s, double unit, d
     const llama_config *c = &s->layout->config;
     const double group = (double)c->heads / c->kv_heads, layers = (double)c->layers;
     const int here = s->how.method == METHOD_ULYSSES && s->activations.kind == ACTIVATIONS_AC;
-    const upipe_paper_row row = s->how.method == METHOD_UPIPE ? UPIPE_PAPER_UPIPE
-                                : here                        ? UPIPE_PAPER_ULYSSES
-                                                              : UPIPE_PAPER_ULYSSES_OFFLOAD;
+    const paper_row row = s->how.method == METHOD_UPIPE ? PAPER_UPIPE
+                          : here                        ? PAPER_ULYSSES
+                                                        : PAPER_ULYSSES_OFFLOAD;
     int i;
     printf("\nthe attention block alone, in units of %.3f MiB (tokens of a rank x model dim)\n",
            unit / (1 << 20));
@@ -180,7 +181,7 @@ static void report_phases(const upipe_dry *dry, const setting *s, double unit, d
     for (i = 0; i < (int)UPIPE_PHASES; ++i)
         printf("  %-22s %8.3f %8.3f\n", columns[i],
                (double)dry->mem.phase_peak[i] / unit + (here ? layers - 1 : 0),
-               upipe_paper_units(row, (upipe_phase)i, group, stages, 1, layers));
+               paper_units(row, (upipe_phase)i, group, stages, 1, layers));
 }
 
 /* The attention block alone, of rank 0: exact, and the paper's tables. The dry run is that of upipe_dry_layer: x, a

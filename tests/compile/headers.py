@@ -42,8 +42,7 @@ SIMD = {
 # Headers that need other projects' headers: the words that name these.
 FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda',
            'cuda/upipe_cuda_linear_bytes.h': 'cuda', 'cuda/upipe_cuda_watch.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda',
-           'net/upipe_net_nccl_host.h': 'cuda', 'net/upipe_net_nccl_stream.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi',
-           'net/upipe_net_mpi_host.h': 'mpi', 'cpu/upipe_cpu_cblas.h': 'cblas'}
+           'net/upipe_net_nccl_stream.h': 'cuda', 'net/upipe_net_mpi.h': 'mpi', 'cpu/upipe_cpu_cblas.h': 'cblas'}
 NVCC_PLACES = ['/usr/local/cuda/bin/nvcc', '/usr/lib/nvidia-cuda-toolkit/bin/nvcc']
 
 # language -> (compiler, flags, suffix of its units)

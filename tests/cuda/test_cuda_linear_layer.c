@@ -86,8 +86,7 @@ static void check_plan(void)
     q.l.rules = &sizes;
     CHECK_INT(part_dry(&q, &ops, 0), UPIPE_OK);
     for (int backward = 0; backward < 2; ++backward)
-        CHECK_INT(upipe_linear_layer_bytes(&ops, &q.l, backward),
-                  upipe_linear_layer_bytes(c.ops, &p.l, backward));
+        CHECK_INT(linear_bytes(&ops, &q.l, backward), linear_bytes(c.ops, &p.l, backward));
     upipe_mem_destroy(&mem, NULL);
     place.close(1);
     buffers_free(0);

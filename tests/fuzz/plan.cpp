@@ -4,6 +4,7 @@
  * values is undefined.
  */
 #include "fuzz.h"
+#include "examples/common/even_bytes.h"
 #include "upipe/upipe.h"
 
 /* clang-format off */
@@ -106,7 +107,7 @@ static void walk(const upipe_plan *p)
     CHECK(b.slot >= b.q && b.send > 0 && b.lse > 0 && b.kv_send > 0);
     walk_shard(&p->team_shard, d->tokens);
     walk_shard(&p->shard, d->tokens);
-    accepted(upipe_even_bytes(&bytes, p, 64, 64, 64, 64, &e), &e);
+    accepted(even_bytes(&bytes, p, 64, 64, 64, 64, &e), &e);
 }
 
 /* Scratch of a table that computes nothing. */

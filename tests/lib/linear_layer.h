@@ -20,6 +20,7 @@
 
 #include "context.h"
 #include "golden.h"
+#include "linear_bytes.h"
 #include "../golden/gated_delta_net.h"
 
 enum { X, W_QKV, W_Z, W_B, W_A, W_OUT, CONV, A_LOG, DT_BIAS, NORM, TENSORS, DY = TENSORS, Y, FIELDS };
@@ -355,25 +356,27 @@ static inline void check_counts(upipe_ctx *c, upipe_comm *comm, int64_t sent, si
 
 static inline upipe_status part_fwd(upipe_ctx *c, upipe_comm *comm, part *p, float *carry)
 {
+    const upipe_scan scan = upi_lin_scan(&p->l);
     const size_t held = c->mem->live;
     const int64_t sent = comm->sent_bytes;
     c->mem->peak = held;
     UPIPE_TRY(upipe_linear_layer_fwd(c, comm, &p->l, &p->saved, p->y, p->x, carry));
-    check_counts(c, comm, sent, upipe_linear_layer_bytes(c->ops, &p->l, 0), held,
+    check_counts(c, comm, sent, linear_bytes(c->ops, &p->l, 0), held,
                  held + upi_lin_o_bytes(&p->l) + upipe_linear_layer_state_bytes(&p->l),
-                 upipe_linear_layer_fwd_sent(&p->l, carry != NULL));
+                 upipe_scan_fwd_sent(&scan, carry != NULL));
     return UPIPE_OK;
 }
 
 static inline upipe_status part_bwd(upipe_ctx *c, upipe_comm *comm, part *p, float *carry)
 {
+    const upipe_scan scan = upi_lin_scan(&p->l);
     const size_t held = c->mem->live;
     const int64_t sent = comm->sent_bytes;
     c->mem->peak = held;
     UPIPE_TRY(upipe_linear_layer_bwd(c, comm, &p->l, p->dx, &p->grads, &p->saved, p->dy, p->x, carry));
-    check_counts(c, comm, sent, upipe_linear_layer_bytes(c->ops, &p->l, 1), held,
+    check_counts(c, comm, sent, linear_bytes(c->ops, &p->l, 1), held,
                  held - upi_lin_o_bytes(&p->l) - upipe_linear_layer_state_bytes(&p->l),
-                 upipe_linear_layer_bwd_sent(&p->l, carry != NULL));
+                 upipe_scan_bwd_sent(&scan, carry != NULL));
     return UPIPE_OK;
 }
 

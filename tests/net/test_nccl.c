@@ -8,7 +8,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "fake/fake_pool.h"
 
-#include "upipe/net/upipe_net_nccl_host.h"
+#include "upipe/net/upipe_net_nccl.h"
 #include "upipe/cuda/upipe_cuda_device.h"
 #include "upipe/upipe_unwind.h"
 
@@ -287,9 +287,6 @@ static upipe_status never_body(rank_buf *k)
     CHECK_INT(c->team->quarantine, 1);
     CHECK(upipe_unwind(c, s, 0, NULL) == s); /* the stream goes on: it does not hang here */
     CHECK_STATUS(upipe_alloc(c, &again, 64, UPIPE_USE_OTHER, "again"), UPIPE_ERR_ARG, c->err);
-    upipe_mem_release(&mem);
-    UPIPE_TRY(upipe_alloc(c, &again, 64, UPIPE_USE_OTHER, "again"));
-    UPIPE_TRY(upipe_free(c, again));
     CHECK_STATUS(upipe_mem_destroy(&mem, &c->err), UPIPE_OK, c->err);
     check_dead(k);
     return s;
@@ -408,91 +405,9 @@ static upipe_status joined_body(rank_buf *k)
     return s;
 }
 
-/* What the slab of test_host is for. */
-static upipe_status host_dry(void *user, upipe_host *h)
-{
-    void *p;
-    (void)user;
-    UPIPE_TRY(upipe_alloc(&h->dry.ctx, &p, WORDS * 4, UPIPE_USE_OTHER, "weights"));
-    return upipe_free(&h->dry.ctx, p);
-}
-
-/* A host over a second communicator. */
-static ncclComm_t host_open(rank_buf *k, upipe_nccl_host *h)
-{
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    upipe_host_desc d;
-    upipe_err err;
-    ncclComm_t nccl;
-    ncclResult_t r;
-    memset(&d, 0, sizeof d);
-    d.plan.tokens = 8 * k->ranks, d.plan.heads = k->ranks, d.plan.head_dim = 32, d.dry = host_dry;
-    config.blocking = k->crew->blocking;
-    r = ncclCommInitRankConfig(&nccl, k->ranks, k->crew->more, k->rank, &config);
-    CHECK(r == ncclSuccess || r == ncclInProgress);
-    CHECK_STATUS(upipe_nccl_host_open(h, nccl, k->stream, 20, &d, &k->ops, &err), UPIPE_OK, err);
-    return nccl;
-}
-
-/* Its slab is the device's, and a broadcast and a sum come through. */
-static upipe_status host_body(rank_buf *k)
-{
-    upipe_nccl_host *h = (upipe_nccl_host *)calloc(1, sizeof *h);
-    upipe_ctx *c = &h->host.ctx;
-    ncclComm_t nccl = host_open(k, h);
-    upipe_err err;
-    uint32_t words[WORDS];
-    double one = 1;
-    void *p;
-    CHECK_STATUS(upipe_alloc(c, &p, WORDS * 4, UPIPE_USE_OTHER, "weights"), UPIPE_OK, c->err);
-    CHECK_INT(h->host.mem.need, upipe_host_slab_bytes(&h->host));
-    for (int w = 0; w < WORDS; ++w) words[w] = word_of(k->rank, 0, w);
-    put(k, p, words, sizeof words);
-    CHECK_STATUS(upipe_broadcast(c, c->team, p, sizeof words, 1), UPIPE_OK, c->err);
-    get(k, words, p, sizeof words);
-    for (int w = 0; w < WORDS; ++w) CHECK_INT(words[w], word_of(1, 0, w));
-    CHECK_STATUS(upipe_scalars_sum(c, c->team, &one, 1), UPIPE_OK, c->err);
-    CHECK_INT(one, k->ranks);
-    CHECK_STATUS(upipe_free(c, p), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_nccl_host_close(h, &err), UPIPE_OK, err);
-    CHECK_REFUSED(upipe_nccl_host_close(h, &err), UPIPE_ERR_ARG, err, "is closed");
-    CHECK(h->team.nccl == nccl && ncclCommAbort(nccl) == ncclSuccess);
-    free(h);
-    return UPIPE_OK;
-}
-
-/* A rank does not come to the second transfer. What it may still access of the others' slabs is not freed. */
-static upipe_status lost_host_body(rank_buf *k)
-{
-    upipe_nccl_host *h = (upipe_nccl_host *)calloc(1, sizeof *h);
-    upipe_ctx *c = &h->host.ctx;
-    ncclComm_t nccl = host_open(k, h);
-    void *p, *slab = h->slab;
-    upipe_status s = UPIPE_OK;
-    CHECK_STATUS(upipe_alloc(c, &p, 32, UPIPE_USE_OTHER, "weights"), UPIPE_OK, c->err);
-    for (int i = 0; i < (k->rank == 1 ? 1 : 2) && s == UPIPE_OK; ++i) {
-        s = shift_start(c, c->team, p, (char *)p + 16, 16, 1);
-        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
-        if (s == UPIPE_OK) s = upipe_nccl_sync(c, &h->team);
-        c->team->deadline = 0.1;
-    }
-    if (k->rank == 1) test_nap(0.3);
-    CHECK(k->rank == 1 ? s == UPIPE_OK : s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-    if (s == UPIPE_ERR_TIMEOUT)
-        CHECK_INT(c->team->quarantine, 1); /* else it may have come too late to send */
-    CHECK_STATUS(upipe_free(c, p), UPIPE_OK, c->err);
-    (void)upipe_nccl_host_close(h, NULL);
-    if (h->team.comm.quarantine) OK(cudaFree(slab));
-    if (h->team.nccl != NULL) CHECK(ncclCommAbort(nccl) == ncclSuccess);
-    free(h);
-    return UPIPE_OK;
-}
-
 static void test_ahead(crew *all)
 {
     crew_good(all, 3, full_body);
-    crew_good(all, 3, host_body);
-    crew_good(all, 3, lost_host_body);
     if (all->ahead) crew_good(all, 3, ahead_body);
     if (all->ahead) crew_good(all, 3, own_body);
     if (all->ahead) crew_fails(all, never_body, 1, BY_WAYS);

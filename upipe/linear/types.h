@@ -276,56 +276,11 @@ UPIPE_API size_t upi_lin_sum_bytes(const upipe_linear_layer *l)
     return l->plan->desc.dtype == UPIPE_F32 ? 0 : (size_t)(l->plan->local * l->plan->desc.model_dim) * 4;
 }
 
-/* Of all buffers of a stage, the largest one's. */
-UPIPE_API size_t upi_lin_stages_bytes(const upipe_ops *ops, const upipe_linear_layer *l, int backward)
-{
-    const upipe_scan scan = upi_lin_scan(l);
-    const int keys = upi_lin_stage_keys(l);
-    const int sizes[2] = {keys, l->key_heads - (upipe_scan_stages(&scan) - 1) * keys};
-    size_t most = 0, all;
-    int i, j;
-    for (i = 0; i < 2; ++i) {
-        const upi_lin_stage s = upi_lin_stage_bytes(ops, l, 0, sizes[i], backward);
-        for (all = 0, j = 0; j < UPI_LIN_BUFFERS; ++j) all += s.bytes[j];
-        most = upipe_max_bytes(most, all);
-    }
-    return most;
-}
-
-/* upipe_linear_layer_bytes -- the most that a forward or, with backward, a backward allocates in the pool, exactly
- * What a forward saves is counted in it alone. Of a layer that the calls do not refuse.
- */
-UPIPE_API size_t upipe_linear_layer_bytes(const upipe_ops *ops, const upipe_linear_layer *l, int backward)
-{
-    const upipe_scan scan = upi_lin_scan(l);
-    const size_t tile =
-        (backward ? 3 : 2) * upi_lin_tile_bytes(l) + upi_lin_tile_work_bytes(ops, l, backward);
-    const size_t pass = backward ? upipe_scan_bwd_bytes(&scan) : upipe_scan_fwd_bytes(&scan);
-    const size_t held = backward ? upi_lin_sum_bytes(l) : upi_lin_o_bytes(l) + upipe_scan_state_bytes(&scan);
-    return (size_t)l->key_dim * 4 + held +
-           upipe_max_bytes(tile, pass + upi_lin_stages_bytes(ops, l, backward));
-}
-
 /* upipe_linear_layer_state_bytes -- of a carry */
 UPIPE_API size_t upipe_linear_layer_state_bytes(const upipe_linear_layer *l)
 {
     const upipe_scan scan = upi_lin_scan(l);
     return upipe_scan_state_bytes(&scan);
-}
-
-/* upipe_linear_layer_fwd_sent -- bytes that this rank sends in a forward
- *   carried  whether there is a carry */
-UPIPE_API int64_t upipe_linear_layer_fwd_sent(const upipe_linear_layer *l, int carried)
-{
-    const upipe_scan scan = upi_lin_scan(l);
-    return upipe_scan_fwd_sent(&scan, carried);
-}
-
-/* The same in the backward. */
-UPIPE_API int64_t upipe_linear_layer_bwd_sent(const upipe_linear_layer *l, int carried)
-{
-    const upipe_scan scan = upi_lin_scan(l);
-    return upipe_scan_bwd_sent(&scan, carried);
 }
 
 #endif

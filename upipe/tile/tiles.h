@@ -12,15 +12,6 @@ typedef struct upi_tiling {
     size_t work_bytes; /* scratch of its products */
 } upi_tiling;
 
-/* Sizes that views and sums of them can hold; `wide` is the hidden layer's width, or the vocabulary. */
-UPIPE_API upipe_status upi_tiles_sizes(int64_t rows, int64_t dim, int64_t wide, const char *what,
-                                       upipe_err *e)
-{
-    if (rows >= 0 && dim >= 1 && dim <= INT32_MAX && wide >= 1 && wide <= INT32_MAX) return UPIPE_OK;
-    return upipe_fail(e, UPIPE_ERR_ARG, "%s: %lld rows of %lld elements, %lld wide inside", what,
-                      (long long)rows, (long long)dim, (long long)wide);
-}
-
 /* Rows of a tile: as many as fit the budget, or the default; never more than there are. Where there are more
  * tiles than one, each begins between two partial sums of UPIPE_SUM_ROWS rows: so tiles change no bit of a
  * gradient of weights. Errors: ARG if the budget is too small for that; OVERFLOW. */

@@ -4,6 +4,7 @@
 
 #include "../../common/files.h"
 #include "../../common/json.h"
+#include "../../common/trace.h"
 #include "plan.h"
 
 /* What the paper's public code holds, ulysses and upipe, at Llama3-8B's shape on 8 GPUs: its peak's slope, in
@@ -336,11 +337,7 @@ static int report_json(const run *u, files *all, const report_total *slope)
 static void report_trace_rank(void *user, FILE *f, int rank)
 {
     const run *u = (const run *)user;
-    upipe_mem traced; /* it is gone, its trace is not */
-    memset(&traced, 0, sizeof traced);
-    traced.events = u->ranks[rank].events;
-    traced.events_n = u->ranks[rank].events_n;
-    upipe_mem_trace_write(&traced, f, rank, rank == 0);
+    trace_write(u->ranks[rank].events, u->ranks[rank].events_n, f, rank, rank == 0);
 }
 
 /* All processes together; rank 0's writes. */
