@@ -53,7 +53,7 @@ BACKENDS = ['cpu', 'cuda', 'net']
 CORE_LINES, BACKEND_LINES, FUNCTION_LINES = 500, 900, 60
 LINES = {'upipe_layer.h': 200, 'upipe_qkv.h': 200, 'upipe_fpdt.h': 250, 'upipe_stage.h': 250}
 # Lines of the whole core without comments and empty lines: exact, so that a commit that adds some says why.
-CORE_CODE = 10403
+CORE_CODE = 8947
 # The doors' loops: each function has a `for` with one condition, which names one of these words.
 LOOPS = {
     'upipe_layer.h': (['upi_layer_fwd', 'upi_layer_bwd'], r'stages'),
