@@ -6,7 +6,7 @@
  */
 #include "lib/memory.h"
 #include "lib/test.h"
-#include "examples/common/even_bytes.h"
+#include "lib/even_bytes.h"
 #include "upipe/upipe.h"
 
 static size_t gemm_scratch, fwd_scratch, bwd_scratch;

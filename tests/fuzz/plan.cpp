@@ -4,7 +4,7 @@
  * values is undefined.
  */
 #include "fuzz.h"
-#include "examples/common/even_bytes.h"
+#include "tests/lib/even_bytes.h"
 #include "upipe/upipe.h"
 
 /* clang-format off */

@@ -4,8 +4,8 @@
  *
  *     even_bytes(&bytes, &plan, 0, 0, 0, 0, &err)
  */
-#ifndef COMMON_EVEN_BYTES_H
-#define COMMON_EVEN_BYTES_H
+#ifndef EVEN_BYTES_H
+#define EVEN_BYTES_H
 
 #include "upipe/upipe_dry.h"
 
