@@ -59,7 +59,7 @@ UPIPE_API upipe_status upi_lin_check_rows(upipe_ctx *c, const upipe_linear_layer
                       upipe_dtype_name(p->desc.dtype), (long long)p->local, (long long)p->desc.model_dim);
 }
 
-/* What all ranks must agree on, beside the direction and what the pass compares, and a backward with its forward. */
+/* What a backward must have as its forward had it, and all ranks alike. */
 UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
 {
     upipe_fields f;
@@ -90,6 +90,18 @@ UPIPE_API upipe_status upi_lin_given(upipe_ctx *c, const upipe_linear_layer *l, 
         {"a_log", l->a_log}, {"dt_bias", l->dt_bias}, {"norm_weight", l->norm_weight}};
     return upipe_given_same(&c->err, given, l->plan->seal, l->id, f, weights,
                             (int)(sizeof weights / sizeof *weights));
+}
+
+/* Compares a call with all ranks, for the scan too.
+ *   backward   which call it is */
+UPIPE_API upipe_status upi_lin_agree(upipe_ctx *c, upipe_comm *comm, const upipe_linear_layer *l,
+                                     upipe_fields *f, int64_t backward, int carried)
+{
+    upipe_field_int(f, "its direction (1: backward)", backward);
+    upipe_field_int(f, "tokens of the scan", l->plan->desc.tokens);
+    upipe_field_int(f, "its ranks in a ring", l->plan->desc.ring);
+    upipe_field_int(f, "carry", carried);
+    return upipe_comm_agree(c, comm, f);
 }
 
 /* The same of a call that reads what the forward has saved. */
