@@ -66,15 +66,23 @@ typedef struct upipe_weight {
 /* upipe_given -- what a forward was given: its backward must be given the same
  *   plan     the plan's seal; 0: there was no forward
  *   id       the layer's; 0: addresses of weights tell it
- *   weights  their addresses
- *   value    numbers that all ranks have compared
+ *   weights  marks of their addresses
+ *   numbers  marks of those that all ranks have compared
+ * A mark is 32 bits of a hash: another value has the same one once in 4 billion.
  */
 typedef struct upipe_given {
     uint64_t plan;
     int64_t id;
-    const void *weights[UPIPE_WEIGHTS_MAX];
-    int64_t value[UPIPE_ALL_GATHER_MAX];
+    uint32_t weights[UPIPE_WEIGHTS_MAX], numbers[UPIPE_ALL_GATHER_MAX];
 } upipe_given;
+
+/* Writes a value's mark in a first call; in a later one returns whether it is another value. */
+UPIPE_API int upi_given_other(uint32_t *mark, int64_t value, int first)
+{
+    const uint32_t now = (uint32_t)(upipe_hash_bytes(UPIPE_HASH, &value, sizeof value) >> 32);
+    if (first) *mark = now;
+    return *mark != now;
+}
 
 /* upipe_given_same -- writes what a call is given where nothing is recorded yet; otherwise ARG unless it is the same
  *   f   NULL: no numbers
@@ -83,28 +91,26 @@ typedef struct upipe_given {
 UPIPE_API upipe_status upipe_given_same(upipe_err *e, upipe_given *given, uint64_t plan, int64_t id,
                                         const upipe_fields *f, const upipe_weight *w, int n)
 {
-    const int values = f == NULL ? 0 : f->n < UPIPE_ALL_GATHER_MAX ? f->n : UPIPE_ALL_GATHER_MAX;
-    const int fresh = given->plan == 0;
+    const int numbers = f != NULL ? f->n : 0, first = given->plan == 0;
     int i;
-    assert(n >= 0 && n <= UPIPE_WEIGHTS_MAX);
-    for (i = 0; fresh && i < values; ++i) given->value[i] = f->list[i].value;
-    for (i = 0; fresh && i < n; ++i) given->weights[i] = w[i].data;
-    if (fresh) {
-        given->plan = plan;
-        given->id = id;
-    }
-    for (i = 0; i < values; ++i)
-        if (given->value[i] != f->list[i].value)
+    assert(n >= 0 && n <= UPIPE_WEIGHTS_MAX && numbers <= UPIPE_ALL_GATHER_MAX);
+    for (i = 0; i < numbers; ++i)
+        if (upi_given_other(&given->numbers[i], f->list[i].value, first))
             return upipe_fail(e, UPIPE_ERR_ARG, "%s is not that of the forward", f->list[i].name);
-    if (given->plan != plan) return upipe_fail(e, UPIPE_ERR_ARG, "another plan than in the forward");
-    if (given->id != id)
+    if (!first && given->plan != plan)
+        return upipe_fail(e, UPIPE_ERR_ARG, "another plan than in the forward");
+    if (!first && given->id != id)
         return upipe_fail(e, UPIPE_ERR_ARG, "layer id %lld, and %lld in the forward", (long long)id,
                           (long long)given->id);
     for (i = 0; id == 0 && i < n; ++i)
-        if (given->weights[i] != w[i].data)
+        if (upi_given_other(&given->weights[i], (int64_t)(intptr_t)w[i].data, first))
             return upipe_fail(e, UPIPE_ERR_ARG,
                               "%s is not where it was in the forward; weights that move need layer.id",
                               w[i].name);
+    if (first) {
+        given->plan = plan;
+        given->id = id;
+    }
     return UPIPE_OK;
 }
 
