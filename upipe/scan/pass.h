@@ -130,7 +130,7 @@ UPIPE_API upipe_status upi_scan_fwd_run(upipe_ctx *c, upi_scan_pass *p, float *s
     const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
     int step, first, n;
     void *out;
-    UPIPE_TRY(upipe_alloc(c, &out, upipe_scan_fwd_bytes(s), UPIPE_USE_SCRATCH, "scan_state"));
+    UPIPE_TRY(upipe_alloc(c, &out, upi_scan_stage_bytes(s), UPIPE_USE_SCRATCH, "scan_state"));
     if (depth == 0 && p->rank == 0 && carry != NULL && upi_scan_joined(s, 0))
         UPIPE_TRY(c->ops->copy(c, states, carry, upipe_scan_state_bytes(s)));
     else if (depth == 0)
@@ -160,9 +160,9 @@ UPIPE_API upipe_status upi_scan_bwd_run(upipe_ctx *c, upi_scan_pass *p, const fl
     int step, first, n;
     void *buf;
     float *now, *next, *other;
-    UPIPE_TRY(upipe_alloc(c, &buf, upipe_scan_bwd_bytes(s), UPIPE_USE_GRAD, "scan_dstate"));
+    UPIPE_TRY(upipe_alloc(c, &buf, 2 * upi_scan_stage_bytes(s), UPIPE_USE_GRAD, "scan_dstate"));
     now = (float *)buf;
-    next = now + upipe_scan_fwd_bytes(s) / 4;
+    next = now + upi_scan_stage_bytes(s) / 4;
     for (step = 0; step < steps; ++step, other = now, now = next, next = other) {
         n = upi_scan_stage(p, step - depth, &first);
         if (n > 0 && from)
