@@ -3,7 +3,7 @@
  *     upipe_fields f = {0};
  *     upipe_field_int(&f, "heads", heads);
  *     upipe_field_real(&f, "rope_theta", theta);
- *     upipe_comm_agree(&ctx, ctx.team, &f);                MISMATCH on every rank if any rank differs
+ *     upipe_comm_agree(&ctx, ctx.team, &f);                MISMATCH on every rank if any rank surprise
  */
 #ifndef UPIPE_AGREE_H
 #define UPIPE_AGREE_H
@@ -76,14 +76,6 @@ typedef struct upipe_given {
     uint32_t weights[UPIPE_WEIGHTS_MAX], numbers[UPIPE_ALL_GATHER_MAX];
 } upipe_given;
 
-/* Writes a value's mark in a first call; in a later one returns whether it is another value. */
-UPIPE_API int upi_given_other(uint32_t *mark, int64_t value, int first)
-{
-    const uint32_t now = (uint32_t)(upipe_hash_bytes(UPIPE_HASH, &value, sizeof value) >> 32);
-    if (first) *mark = now;
-    return *mark != now;
-}
-
 /* upipe_given_same -- writes what a call is given where nothing is recorded yet; otherwise ARG unless it is the same
  *   f   NULL: no numbers
  *   w   [n] of at most UPIPE_WEIGHTS_MAX, always in the same order; a later call may compare fewer of them
@@ -94,44 +86,29 @@ UPIPE_API upipe_status upipe_given_same(upipe_err *e, upipe_given *given, uint64
     const int numbers = f != NULL ? f->n : 0, first = given->plan == 0;
     int i;
     assert(n >= 0 && n <= UPIPE_WEIGHTS_MAX && numbers <= UPIPE_ALL_GATHER_MAX);
-    for (i = 0; i < numbers; ++i)
-        if (upi_given_other(&given->numbers[i], f->list[i].value, first))
+    for (i = 0; i < numbers; ++i) {
+        const uint64_t mark = upipe_hash_bytes(UPIPE_HASH, &f->list[i].value, sizeof f->list[i].value) >> 32;
+        if (first) given->numbers[i] = (uint32_t)mark;
+        if (given->numbers[i] != mark)
             return upipe_fail(e, UPIPE_ERR_ARG, "%s is not that of the forward", f->list[i].name);
+    }
     if (!first && given->plan != plan)
         return upipe_fail(e, UPIPE_ERR_ARG, "another plan than in the forward");
     if (!first && given->id != id)
         return upipe_fail(e, UPIPE_ERR_ARG, "layer id %lld, and %lld in the forward", (long long)id,
                           (long long)given->id);
-    for (i = 0; id == 0 && i < n; ++i)
-        if (upi_given_other(&given->weights[i], (int64_t)(intptr_t)w[i].data, first))
+    for (i = 0; id == 0 && i < n; ++i) {
+        const uint64_t mark = upipe_hash_bytes(UPIPE_HASH, &w[i].data, sizeof w[i].data) >> 32;
+        if (first) given->weights[i] = (uint32_t)mark;
+        if (given->weights[i] != mark)
             return upipe_fail(e, UPIPE_ERR_ARG,
                               "%s is not where it was in the forward; weights that move need layer.id",
                               w[i].name);
+    }
     if (first) {
         given->plan = plan;
         given->id = id;
     }
-    return UPIPE_OK;
-}
-
-/* MISMATCH with the first difference between the descriptions that all ranks have gathered. */
-UPIPE_API upipe_status upi_agree_compare(upipe_ctx *c, upipe_comm *comm, const upipe_fields *f)
-{
-    int r, i;
-    for (r = 1; r < comm->ranks; ++r)
-        for (i = 0; i < f->n; ++i) {
-            const int64_t first = comm->gathered[i], other = comm->gathered[r * f->n + i];
-            if (other == first) continue;
-            if (f->list[i].real)
-                return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
-                                       "%s is %g on rank %d and %g on rank %d", f->list[i].name,
-                                       upipe_field_value(first), upipe_comm_called(comm, 0),
-                                       upipe_field_value(other), upipe_comm_called(comm, r));
-            return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
-                                   "%s is %lld on rank %d and %lld on rank %d", f->list[i].name,
-                                   (long long)first, upipe_comm_called(comm, 0), (long long)other,
-                                   upipe_comm_called(comm, r));
-        }
     return UPIPE_OK;
 }
 
@@ -156,23 +133,35 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
 {
     int64_t mine[UPIPE_ALL_GATHER_MAX];
     uint64_t expected;
-    int at = 0, i;
+    int at = 0, surprise, r, i;
     UPIPE_TRY(upipe_comm_idle(c, comm));
     if (f == NULL || f->n < 1 || f->n > UPIPE_ALL_GATHER_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "a description of %d fields; 1 to %d are possible",
                           f != NULL ? f->n : 0, UPIPE_ALL_GATHER_MAX);
     while (at < UPIPE_AGREED_MAX && comm->agreed[at].after != comm->agreed_after) ++at;
     expected = at < UPIPE_AGREED_MAX ? comm->agreed[at].next : comm->agreed_last;
-    if (f->hash != expected) {
-        for (i = 0; i < f->n; ++i) mine[i] = f->list[i].value;
-        UPIPE_TRY(comm->ops.all_gather(c, comm, comm->gathered, mine, f->n));
-        UPIPE_TRY(upi_agree_compare(c, comm, f));
-        if (at == UPIPE_AGREED_MAX) {
-            at = comm->agreed_oldest;
-            comm->agreed_oldest = (at + 1) % UPIPE_AGREED_MAX;
+    surprise = f->hash != expected;
+    for (i = 0; surprise && i < f->n; ++i) mine[i] = f->list[i].value;
+    if (surprise) UPIPE_TRY(comm->ops.all_gather(c, comm, comm->gathered, mine, f->n));
+    for (r = 1; surprise && r < comm->ranks; ++r)
+        for (i = 0; i < f->n; ++i) {
+            const int64_t first = comm->gathered[i], other = comm->gathered[r * f->n + i];
+            if (other == first) continue;
+            if (f->list[i].real)
+                return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
+                                       "%s is %g on rank %d and %g on rank %d", f->list[i].name,
+                                       upipe_field_value(first), upipe_comm_called(comm, 0),
+                                       upipe_field_value(other), upipe_comm_called(comm, r));
+            return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
+                                   "%s is %lld on rank %d and %lld on rank %d", f->list[i].name,
+                                   (long long)first, upipe_comm_called(comm, 0), (long long)other,
+                                   upipe_comm_called(comm, r));
         }
-        comm->agreed[at].after = comm->agreed_after;
-        comm->agreed[at].next = f->hash;
+    if (surprise) {
+        if (at == UPIPE_AGREED_MAX) --at;
+        memmove(comm->agreed + 1, comm->agreed, (size_t)at * sizeof *comm->agreed);
+        comm->agreed[0].after = comm->agreed_after;
+        comm->agreed[0].next = f->hash;
     }
     comm->agreed_after = upipe_hash_bytes(f->hash == comm->agreed_last ? comm->agreed_after : UPIPE_HASH,
                                           &f->hash, sizeof f->hash);

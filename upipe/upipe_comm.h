@@ -109,9 +109,8 @@ typedef struct upipe_comm {
     int64_t sent_bytes;  /* sent to other ranks so far; copies to the rank itself do not count */
     int64_t moved_bytes; /* received from other ranks so far, counted by the transport */
     double deadline;     /* seconds that one call may wait for its peers */
-    upipe_agreed agreed[UPIPE_AGREED_MAX]; /* the latest changes, for upipe_comm_agree */
+    upipe_agreed agreed[UPIPE_AGREED_MAX]; /* the latest changes, the newest first */
     uint64_t agreed_last, agreed_after; /* hashes of the last description, and of all in a row that it ends */
-    int agreed_oldest;                  /* place of the change that is replaced next */
     int rank, ranks;
     struct upipe_comm *world; /* the communicator of which this one is a part, or NULL */
     struct upipe_comm *part;  /* of a world the first part, of a part the next one, or NULL */
