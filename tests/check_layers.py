@@ -46,7 +46,8 @@ TYPES = {'plan/types.h': 'upipe_schedule.h', 'stage/types.h': 'upipe_stage.h', '
 # Private names that others than their owner may use: the doors are made of the engine's parts.
 FRIENDS = {'upipe_stage.h': {'upipe_layer.h', 'upipe_out_gate.h', 'upipe_qkv.h', 'upipe_segments.h',
                              'upipe_fpdt.h'},
-           'upipe_scan.h': {'upipe_linear_layer.h'}}
+           'upipe_scan.h': {'upipe_linear_layer.h'},
+           'upipe_a2a.h': {'upipe_ring.h', 'upipe_stage.h'}}
 BACKENDS = ['cpu', 'cuda', 'net']
 
 # Lines with comments; the engine and its doors can be read at a sitting.

@@ -152,42 +152,36 @@ static upipe_status part_init(world *w, int rank, int segment, part *p, upipe_er
     return UPIPE_OK;
 }
 
-/* Bytes of a call: sent as planned and as moved over the ranks, the pool as planned, and both as in a dry run. */
-typedef struct counts {
-    int64_t sent;
-    size_t peak;
-} counts;
-
-static void counts_begin(upipe_ctx *c, upipe_comm *comm, counts *n)
+/* A forward or a backward, and its bytes: all states are sent unless a document or nobody's token follows, and the pool holds
+ * those of a stage, in a backward of two. */
+static upipe_status pass_run(upipe_ctx *c, upipe_comm *comm, const part *p, int backward,
+                             upipe_states *states, float *carry)
 {
-    n->sent = comm->sent_bytes;
+    const world *w = p->w;
+    const int last = backward ? comm->rank == 0 : comm->rank == comm->ranks - 1;
+    const int on = (!last || (carry != NULL && comm->ranks > 1)) &&
+                   !begins(w, backward ? p->pos : p->pos + p->plan.local);
+    const int stage = w->stage_heads > 0 && w->stage_heads < w->heads ? w->stage_heads : w->heads;
+    const int64_t sent = comm->sent_bytes;
     c->mem->peak = c->mem->live;
-}
-
-static void counts_end(upipe_ctx *c, upipe_comm *comm, counts *n, int64_t sent, size_t bytes)
-{
-    CHECK_INT(comm->sent_bytes - n->sent, sent);
-    CHECK_INT(c->mem->peak, bytes);
+    UPIPE_TRY(backward ? upipe_scan_bwd(c, comm, &p->scan, states, carry)
+                       : upipe_scan_fwd(c, comm, &p->scan, states, carry));
+    CHECK_INT(comm->sent_bytes - sent, on ? (int64_t)sizeof(state) * w->heads : 0);
+    CHECK_INT(c->mem->peak, sizeof(state) * (size_t)(backward ? 2 * stage : stage));
     CHECK_INT(c->mem->live, 0);
+    return UPIPE_OK;
 }
 
-static upipe_status passes_dry(part *p, const upipe_ops *ops, int carried)
+static upipe_status passes_dry(part *p, const upipe_ops *ops, int rank, int carried)
 {
     upipe_status s;
     upipe_dry *dry = dry_begin(&p->plan, ops, &s);
-    float *none = (float *)dry->mem.slab;
-    upipe_states states = {.data = none};
-    counts n;
+    upipe_states states = {.data = (float *)dry->mem.slab};
+    upipe_comm comm;
     UPIPE_TRY(s);
-    counts_begin(&dry->ctx, &dry->team, &n);
-    UPIPE_TRY(upipe_scan_fwd(&dry->ctx, &dry->team, &p->scan, &states, carried ? none : NULL));
-    counts_end(&dry->ctx, &dry->team, &n, upipe_scan_fwd_sent(&p->scan, carried),
-               upipe_scan_fwd_bytes(&p->scan));
-    counts_begin(&dry->ctx, &dry->team, &n);
-    UPIPE_TRY(upipe_scan_bwd(&dry->ctx, &dry->team, &p->scan, &states, carried ? none : NULL));
-    counts_end(&dry->ctx, &dry->team, &n, upipe_scan_bwd_sent(&p->scan, carried),
-               upipe_scan_bwd_bytes(&p->scan));
-    return UPIPE_OK;
+    upipe_comm_dry(&comm, rank, p->w->ranks, dry->list, dry->gathered);
+    UPIPE_TRY(pass_run(&dry->ctx, &comm, p, 0, &states, carried ? states.data : NULL));
+    return pass_run(&dry->ctx, &comm, p, 1, &states, carried ? states.data : NULL);
 }
 
 static upipe_status passes_body(void *user, int rank)
@@ -202,7 +196,6 @@ static upipe_status passes_body(void *user, int rank)
     part parts[SEGMENTS_MAX];
     upipe_states states[SEGMENTS_MAX];
     float *carry;
-    counts n;
     test_rank = rank;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     upipe_comm_self(&self, &alone, w->ops.copy);
@@ -211,19 +204,13 @@ static upipe_status passes_body(void *user, int rank)
     for (int s = 0; s < w->segments; ++s) {
         part *p = &parts[s];
         UPIPE_TRY(part_init(w, rank, s, p, &c.err));
-        if (w->ring == 1) UPIPE_TRY(passes_dry(p, &w->ops, carried));
+        UPIPE_TRY(passes_dry(p, &w->ops, rank, carried));
         states[s] = (upipe_states){.data = (float *)buffer(sizeof(state) * HEADS_MAX)};
-        counts_begin(&c, comm, &n);
-        UPIPE_TRY(upipe_scan_fwd(&c, comm, &p->scan, &states[s], carried ? carry : NULL));
-        counts_end(&c, comm, &n, upipe_scan_fwd_sent(&p->scan, carried), upipe_scan_fwd_bytes(&p->scan));
+        UPIPE_TRY(pass_run(&c, comm, p, 0, &states[s], carried ? carry : NULL));
     }
     memset(carry, 0, sizeof(state) * HEADS_MAX);
-    for (int s = w->segments - 1; s >= 0; --s) {
-        part *p = &parts[s];
-        counts_begin(&c, comm, &n);
-        UPIPE_TRY(upipe_scan_bwd(&c, comm, &p->scan, &states[s], carried ? carry : NULL));
-        counts_end(&c, comm, &n, upipe_scan_bwd_sent(&p->scan, carried), upipe_scan_bwd_bytes(&p->scan));
-    }
+    for (int s = w->segments - 1; s >= 0; --s)
+        UPIPE_TRY(pass_run(&c, comm, &parts[s], 1, &states[s], carried ? carry : NULL));
     upipe_mem_destroy(&mem, NULL);
     return UPIPE_OK;
 }

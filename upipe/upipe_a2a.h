@@ -159,19 +159,30 @@ UPIPE_API upipe_status upipe_a2a_unpack(upipe_ctx *c, upipe_view heads, const up
 
 /* ---- both all-to-alls ---- */
 
-/* upipe_plan_check_team -- ARG unless the plan is that of this rank of ctx->team: another rank's has other positions,
- *                          and perhaps other heads */
-UPIPE_API upipe_status upipe_plan_check_team(upipe_ctx *c, const upipe_plan *p)
+/* Of what a call's plan must be this rank's; UPI_PLAN_WHOLE: and as upipe_plan_init made it. */
+enum { UPI_PLAN_TEAM = 1, UPI_PLAN_RING = 2, UPI_PLAN_WHOLE = 4 };
+
+/* ARG unless the plan is all of that: another rank's has other positions, and perhaps other heads. */
+UPIPE_API upipe_status upi_plan_check(upipe_ctx *c, const upipe_plan *p, int of)
 {
-    if (p == NULL || c->team == NULL)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is NULL", p == NULL ? "the plan" : "ctx->team");
-    if (c->team->ranks != p->desc.ranks)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for %d ranks on a team of %d", p->desc.ranks,
-                          c->team->ranks);
-    if (c->team->rank == p->desc.rank) return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                      "a plan for rank %d of %d on rank %d of a team of %d: each rank has its own",
-                      p->desc.rank, p->desc.ranks, c->team->rank, c->team->ranks);
+    const upipe_comm *team = c->team, *ring = c->ring;
+    const upipe_plan_desc *d = p != NULL ? &p->desc : NULL;
+    if (d == NULL || (of & UPI_PLAN_TEAM && team == NULL))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is NULL", d == NULL ? "the plan" : "ctx->team");
+    if (of & UPI_PLAN_WHOLE && p->seal != upipe_hash_bytes(UPIPE_HASH, p, offsetof(upipe_plan, seal)))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "the plan was changed after upipe_plan_init, or not made by it");
+    if (of & UPI_PLAN_TEAM && team->ranks != d->ranks)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for %d ranks on a team of %d", d->ranks,
+                          team->ranks);
+    if (of & UPI_PLAN_TEAM && team->rank != d->rank)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "a plan for rank %d of %d on rank %d of a team of %d: each rank has its own",
+                          d->rank, d->ranks, team->rank, team->ranks);
+    if (!(of & UPI_PLAN_RING) || (ring != NULL && ring->ranks == d->ring && ring->rank == d->ring_rank))
+        return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
+                      d->ring_rank, d->ring, ring != NULL ? ring->rank : 0, ring != NULL ? ring->ranks : 1);
 }
 
 /* Both all-to-alls' messages: this rank's tokens of a rank's heads, a block, and its tokens of this rank's heads.
@@ -221,7 +232,7 @@ UPIPE_API upipe_status upipe_a2a_to_heads(upipe_ctx *c, void *dst, const void *s
                                           int stage, upipe_a2a_heads which, size_t token_bytes)
 {
     upipe_comm *team = c->team;
-    UPIPE_TRY(upipe_plan_check_team(c, p));
+    UPIPE_TRY(upi_plan_check(c, p, UPI_PLAN_TEAM));
     UPIPE_TRY(upipe_comm_idle(c, team));
     UPIPE_TRY(
         upipe_comm_start(c, team, team->list, upi_a2a_list(team, p, stage, which, token_bytes, src, dst, 1)));
@@ -238,7 +249,7 @@ UPIPE_API upipe_status upipe_a2a_to_tokens(upipe_ctx *c, void *dst, const void *
                                            int stage, upipe_a2a_heads which, size_t token_bytes)
 {
     upipe_comm *team = c->team;
-    UPIPE_TRY(upipe_plan_check_team(c, p));
+    UPIPE_TRY(upi_plan_check(c, p, UPI_PLAN_TEAM));
     UPIPE_TRY(upipe_comm_idle(c, team));
     UPIPE_TRY(
         upipe_comm_start(c, team, team->list, upi_a2a_list(team, p, stage, which, token_bytes, dst, src, 0)));

@@ -96,11 +96,9 @@ enum {
     UPIPE_COMM_HOST = 64 /* bytes of a machine's name */
 };
 
-/* A description on which all ranks agreed. It came `run` times in a row, and the one with hash `next`
- * followed. While next is 0 the run may still grow. */
+/* A change of descriptions that all ranks have compared: behind the row with hash `after` came `next`. */
 typedef struct upipe_agreed {
-    uint64_t hash, next; /* hash: never 0 */
-    int64_t run;
+    uint64_t after, next;
 } upipe_agreed;
 
 typedef struct upipe_comm {
@@ -111,9 +109,8 @@ typedef struct upipe_comm {
     int64_t sent_bytes;  /* sent to other ranks so far; copies to the rank itself do not count */
     int64_t moved_bytes; /* received from other ranks so far, counted by the transport */
     double deadline;     /* seconds that one call may wait for its peers */
-    upipe_agreed agreed[UPIPE_AGREED_MAX]; /* the latest descriptions */
-    int64_t agreed_run;                    /* how many times in a row the last one has come */
-    int agreed_last, agreed_oldest;        /* places of the last one, and of the next one to be replaced */
+    upipe_agreed agreed[UPIPE_AGREED_MAX]; /* the latest changes, the newest first */
+    uint64_t agreed_last, agreed_after; /* hashes of the last description, and of all in a row that it ends */
     int rank, ranks;
     struct upipe_comm *world; /* the communicator of which this one is a part, or NULL */
     struct upipe_comm *part;  /* of a world the first part, of a part the next one, or NULL */

@@ -150,17 +150,18 @@ UPIPE_API upipe_status upi_linear_dry_gates_bwd(upipe_ctx *c, const struct upipe
 }
 
 /* upipe_linear_rules -- the rules that a context runs: in a dry pool ones with the sizes and limits of the given ones,
- *                       which compute nothing */
+ *                       which compute nothing. They lack what the given ones lack, unless those are sizes alone */
 UPIPE_API upipe_linear_ops upipe_linear_rules(const upipe_ctx *c, const upipe_linear_ops *rules)
 {
     upipe_linear_ops own = *rules;
+    const int sizes = rules->fwd == NULL;
     if (!c->mem->dry) return own;
     own.fwd = upi_linear_dry_fwd;
     own.bwd = upi_linear_dry_bwd;
-    own.conv = upi_linear_dry_conv;
-    own.conv_bwd = upi_linear_dry_conv_bwd;
-    own.gates = upi_linear_dry_gates;
-    own.gates_bwd = upi_linear_dry_gates_bwd;
+    if (sizes || own.conv != NULL) own.conv = upi_linear_dry_conv;
+    if (sizes || own.conv_bwd != NULL) own.conv_bwd = upi_linear_dry_conv_bwd;
+    if (sizes || own.gates != NULL) own.gates = upi_linear_dry_gates;
+    if (sizes || own.gates_bwd != NULL) own.gates_bwd = upi_linear_dry_gates_bwd;
     return own;
 }
 

@@ -59,8 +59,7 @@ UPIPE_API upipe_status upipe_linear_layer_fwd(upipe_ctx *c, upipe_comm *comm, co
     mark = upipe_mem_mark(c->mem);
     f = upi_lin_fields(l);
     UPIPE_TRY(upi_lin_given(c, l, &f, &save->given));
-    upipe_field_int(&f, "its direction (1: backward)", 0);
-    s = upipe_comm_agree(c, comm, &f);
+    s = upi_lin_agree(c, comm, l, &f, 0, carry != NULL);
     upi_lin_begin(c, &p, l, save, x);
     if (s == UPIPE_OK) s = upi_lin_fwd(c, comm, &p, y, carry);
     if (s == UPIPE_OK) return s;
@@ -122,8 +121,7 @@ UPIPE_API upipe_status upipe_linear_layer_bwd(upipe_ctx *c, upipe_comm *comm, co
     UPIPE_TRY(upi_lin_check_save(c, l, &f, save));
     save->given.plan = 0;
     mark = upipe_mem_mark(c->mem);
-    upipe_field_int(&f, "its direction (1: backward)", 1);
-    s = upipe_comm_agree(c, comm, &f);
+    s = upi_lin_agree(c, comm, l, &f, 1, carry != NULL);
     upi_lin_begin(c, &p, l, save, x);
     p.grads = grads;
     if (s == UPIPE_OK) s = upi_lin_bwd(c, comm, &p, dx, dy, carry);

@@ -23,17 +23,8 @@
 #include "ring/all_gather.h"
 #include "ring/double.h"
 #include "ring/p2p.h"
+#include "upipe_a2a.h"
 #include "upipe_unwind.h"
-
-/* upipe_plan_check_ring -- ARG unless the plan is that of this rank of ctx->ring */
-UPIPE_API upipe_status upipe_plan_check_ring(upipe_ctx *c, const upipe_plan *p)
-{
-    const int ranks = c->ring != NULL ? c->ring->ranks : 1, rank = c->ring != NULL ? c->ring->rank : 0;
-    if (p == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the plan is NULL");
-    if (c->ring != NULL && ranks == p->desc.ring && rank == p->desc.ring_rank) return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_ARG, "a plan for ring rank %d of %d on rank %d of a ring of %d",
-                      p->desc.ring_rank, p->desc.ring, rank, ranks);
-}
 
 /* A pass of a ring round `a`, if the call makes sense. With an all-gather, the transfer of the next round may be in
  * progress. */
@@ -41,7 +32,7 @@ UPIPE_API upipe_status upi_ring_begin(upipe_ctx *c, upi_ring *r, const upipe_att
                                       const upipe_kv_block *own)
 {
     if (a == NULL || own == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the queries or block are NULL");
-    UPIPE_TRY(upipe_plan_check_ring(c, a->plan));
+    UPIPE_TRY(upi_plan_check(c, a->plan, UPI_PLAN_RING));
     memset(r, 0, sizeof *r);
     r->a = a;
     r->d = &a->plan->desc;
@@ -113,7 +104,7 @@ UPIPE_API upipe_status upipe_ring_all_gather_start(upipe_ctx *c, const upipe_pla
     upipe_status s;
     size_t before = 0;
     int r, used = 0;
-    UPIPE_TRY(upipe_plan_check_ring(c, p));
+    UPIPE_TRY(upi_plan_check(c, p, UPI_PLAN_RING));
     UPIPE_TRY(upipe_comm_idle(c, ring));
     for (r = 0; r < d->ring; ++r) {
         const size_t e = upipe_dtype_bytes(d->dtype), row_k = (size_t)(d->batch * kv_heads * d->head_dim) * e;
@@ -152,7 +143,7 @@ UPIPE_API upipe_status upipe_ring_reduce_scatter(upipe_ctx *c, const upipe_plan 
     upipe_status s;
     size_t before = 0;
     int r, used = 0;
-    UPIPE_TRY(upipe_plan_check_ring(c, p));
+    UPIPE_TRY(upi_plan_check(c, p, UPI_PLAN_RING));
     UPIPE_TRY(upipe_comm_idle(c, ring));
     for (r = 0; r < desc->ring; ++r) {
         size_t n = (size_t)upipe_shard_ring(desc->layout, desc->tokens, desc->ring, r).n;

@@ -38,7 +38,8 @@
  *   carry   NULL, or on rank 0 as large as states: the state before the first token of all, which becomes that behind the
  *           last one (where a document begins there it stays as it was). On other ranks it is not accessed, and NULL
  *           where rank 0's is
- *   bytes   upipe_scan_fwd_bytes of the pool; sends upipe_scan_fwd_sent
+ *   bytes   a stage's states; sends upipe_scan_state_bytes to the next rank, with a carry the last one to rank 0, unless a
+ *           document begins there
  *   errors  ARG, UNSUPPORTED (layout, batch), OVERFLOW: nothing happens. MISMATCH, MEMORY, the step's, others as
  *           upipe_comm_wait: team, ring and comm are aborted, and the pool is as before
  */
@@ -58,7 +59,7 @@ UPIPE_API upipe_status upipe_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upip
  *   carry   NULL, or on the last rank as large as states: the gradient of the state behind the last token of all, which
  *           becomes that of the state before the first one (where a document begins there it stays as it was). On other
  *           ranks it is not accessed, and NULL where the last rank's is
- *   bytes   upipe_scan_bwd_bytes of the pool; sends upipe_scan_bwd_sent
+ *   bytes   twice as many, as the next gradient comes meanwhile; sends as many the other way
  *   errors  as upipe_scan_fwd
  */
 UPIPE_API upipe_status upipe_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s,

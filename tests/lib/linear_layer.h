@@ -20,7 +20,6 @@
 
 #include "context.h"
 #include "golden.h"
-#include "linear_bytes.h"
 #include "../golden/gated_delta_net.h"
 
 enum { X, W_QKV, W_Z, W_B, W_A, W_OUT, CONV, A_LOG, DT_BIAS, NORM, TENSORS, DY = TENSORS, Y, FIELDS };
@@ -253,6 +252,11 @@ static inline double **widened(const layer *a)
 
 /* ---- the library ---- */
 
+/* Bytes of a call: the most in the pool, what stays there or is gone, and what is sent. */
+typedef struct part_bytes {
+    int64_t most, kept, sent;
+} part_bytes;
+
 /* A rank's part of a segment. */
 typedef struct part {
     upipe_plan plan;
@@ -261,6 +265,7 @@ typedef struct part {
     upipe_linear_saved saved;
     upipe_view x, y, dx, dy;
     int64_t pos;
+    part_bytes bytes[2]; /* of a dry run, forward and backward */
 } part;
 
 /* Values in the storage type, in the rank's memory. */
@@ -345,51 +350,41 @@ static inline upipe_status guard(void *user, size_t bytes, int use, const char *
     return (*g->count)++ == g->a->bad_alloc && g->rank == g->a->bad_rank ? UPIPE_ERR_MEMORY : UPIPE_OK;
 }
 
-/* What a call holds and sends is what the plan says; `held` before it, and `kept` behind it. */
-static inline void check_counts(upipe_ctx *c, upipe_comm *comm, int64_t sent, size_t bytes, size_t held,
-                                size_t kept, int64_t want_sent)
+/* A direction and its bytes: a dry run notes them, and a run has the same. */
+static inline upipe_status part_run(upipe_ctx *c, upipe_comm *comm, part *p, int backward, float *carry)
 {
-    CHECK_INT(c->mem->peak, held + bytes);
-    CHECK_INT(c->mem->live, kept);
-    CHECK_INT(comm->sent_bytes - sent, want_sent);
-}
-
-static inline upipe_status part_fwd(upipe_ctx *c, upipe_comm *comm, part *p, float *carry)
-{
-    const upipe_scan scan = upi_lin_scan(&p->l);
-    const size_t held = c->mem->live;
-    const int64_t sent = comm->sent_bytes;
-    c->mem->peak = held;
-    UPIPE_TRY(upipe_linear_layer_fwd(c, comm, &p->l, &p->saved, p->y, p->x, carry));
-    check_counts(c, comm, sent, linear_bytes(c->ops, &p->l, 0), held,
-                 held + upi_lin_o_bytes(&p->l) + upipe_linear_layer_state_bytes(&p->l),
-                 upipe_scan_fwd_sent(&scan, carry != NULL));
+    const int64_t held = (int64_t)c->mem->live, sent = comm->sent_bytes;
+    part_bytes got;
+    c->mem->peak = c->mem->live;
+    UPIPE_TRY(backward
+                  ? upipe_linear_layer_bwd(c, comm, &p->l, p->dx, &p->grads, &p->saved, p->dy, p->x, carry)
+                  : upipe_linear_layer_fwd(c, comm, &p->l, &p->saved, p->y, p->x, carry));
+    got = (part_bytes){(int64_t)c->mem->peak - held, (int64_t)c->mem->live - held, comm->sent_bytes - sent};
+    if (c->mem->dry) p->bytes[backward] = got;
+    CHECK_INT(got.most, p->bytes[backward].most);
+    CHECK_INT(got.kept, p->bytes[backward].kept);
+    CHECK_INT(got.sent, p->bytes[backward].sent);
     return UPIPE_OK;
 }
 
-static inline upipe_status part_bwd(upipe_ctx *c, upipe_comm *comm, part *p, float *carry)
-{
-    const upipe_scan scan = upi_lin_scan(&p->l);
-    const size_t held = c->mem->live;
-    const int64_t sent = comm->sent_bytes;
-    c->mem->peak = held;
-    UPIPE_TRY(upipe_linear_layer_bwd(c, comm, &p->l, p->dx, &p->grads, &p->saved, p->dy, p->x, carry));
-    check_counts(c, comm, sent, linear_bytes(c->ops, &p->l, 1), held,
-                 held - upi_lin_o_bytes(&p->l) - upipe_linear_layer_state_bytes(&p->l),
-                 upipe_scan_bwd_sent(&scan, carry != NULL));
-    return UPIPE_OK;
-}
-
-/* A dry run counts the same. */
-static inline upipe_status part_dry(const part *p, const upipe_ops *ops, int carried)
+static inline upipe_status part_dry(part *p, const upipe_ops *ops, int carried)
 {
     upipe_status s;
     upipe_dry *dry = dry_begin(&p->plan, ops, &s);
+    const upipe_scan scan = upi_lin_scan(&p->l);
     part q = *p;
     float *carry = carried ? (float *)dry->mem.slab : NULL;
+    upipe_comm comm;
     UPIPE_TRY(s);
-    UPIPE_TRY(part_fwd(&dry->ctx, &dry->team, &q, carry));
-    return part_bwd(&dry->ctx, &dry->team, &q, carry);
+    upipe_comm_dry(&comm, upi_scan_rank(&scan), upi_scan_ranks(&scan), dry->list, dry->gathered);
+    UPIPE_TRY(part_run(&dry->ctx, &comm, &q, 0, carry));
+    UPIPE_TRY(part_run(&dry->ctx, &comm, &q, 1, carry));
+    CHECK_INT(q.bytes[0].kept,
+              q.l.plan->local * q.l.heads * q.l.value_dim * (int64_t)upipe_dtype_bytes(q.x.dtype) +
+                  (int64_t)upipe_linear_layer_state_bytes(&q.l));
+    CHECK_INT(dry->mem.live, 0);
+    memcpy(p->bytes, q.bytes, sizeof p->bytes);
+    return UPIPE_OK;
 }
 
 static inline upipe_status rank_body(void *user, int rank)
@@ -420,14 +415,14 @@ static inline upipe_status rank_body(void *user, int rank)
             parts[i].grads = parts[0].grads;
         }
         part_rows(&c, a, &parts[i]);
-        if (a->ring == 1) UPIPE_TRY(part_dry(&parts[i], c.ops, a->segments > 1 || a->end != NULL));
+        UPIPE_TRY(part_dry(&parts[i], c.ops, a->segments > 1 || a->end != NULL));
     }
     if (a->segments > 1 || a->end != NULL)
         carry = (float *)zeros_there(&c, upipe_linear_layer_state_bytes(&parts[0].l));
     mem.guard = a->bad_rank >= 0 ? guard : NULL;
     mem.user = &g;
     for (int i = 0; i < a->segments && s == UPIPE_OK; ++i) {
-        s = part_fwd(&c, comm, &parts[i], carry);
+        s = part_run(&c, comm, &parts[i], 0, carry);
         if (s == UPIPE_OK) read_rows(&c, a, &parts[i], a->data[Y], parts[i].y);
     }
     if (s != UPIPE_OK) CHECK_INT(mem.live, 0);
@@ -435,10 +430,10 @@ static inline upipe_status rank_body(void *user, int rank)
         place.get(&c, a->end, carry, (size_t)upi_lin_states(&parts[0].l, a->key_heads) * 4);
     if (carry != NULL) carry = (float *)zeros_there(&c, upipe_linear_layer_state_bytes(&parts[0].l));
     for (int i = a->segments - 1; i >= 0 && s == UPIPE_OK; --i) {
-        s = part_bwd(&c, comm, &parts[i], carry);
+        s = part_run(&c, comm, &parts[i], 1, carry);
         if (s == UPIPE_OK) read_rows(&c, a, &parts[i], a->grad[X], parts[i].dx);
         if (s == UPIPE_OK) continue;
-        CHECK_REFUSED(part_bwd(&c, comm, &parts[i], carry), UPIPE_ERR_ARG, c.err, "consumed");
+        CHECK_REFUSED(part_run(&c, comm, &parts[i], 1, carry), UPIPE_ERR_ARG, c.err, "consumed");
         CHECK_STATUS(upipe_linear_saved_free(&c, &parts[i].saved), UPIPE_OK, c.err);
         CHECK_INT(mem.live, 0);
     }

@@ -59,7 +59,7 @@ UPIPE_API upipe_status upi_lin_check_rows(upipe_ctx *c, const upipe_linear_layer
                       upipe_dtype_name(p->desc.dtype), (long long)p->local, (long long)p->desc.model_dim);
 }
 
-/* What all ranks must agree on, beside the direction and what the pass compares, and a backward with its forward. */
+/* What a backward must have as its forward had it, and all ranks alike. */
 UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
 {
     upipe_fields f;
@@ -92,6 +92,18 @@ UPIPE_API upipe_status upi_lin_given(upipe_ctx *c, const upipe_linear_layer *l, 
                             (int)(sizeof weights / sizeof *weights));
 }
 
+/* Compares a call with all ranks, for the scan too.
+ *   backward   which call it is */
+UPIPE_API upipe_status upi_lin_agree(upipe_ctx *c, upipe_comm *comm, const upipe_linear_layer *l,
+                                     upipe_fields *f, int64_t backward, int carried)
+{
+    upipe_field_int(f, "its direction (1: backward)", backward);
+    upipe_field_int(f, "tokens of the scan", l->plan->desc.tokens);
+    upipe_field_int(f, "its ranks in a ring", l->plan->desc.ring);
+    upipe_field_int(f, "carry", carried);
+    return upipe_comm_agree(c, comm, f);
+}
+
 /* The same of a call that reads what the forward has saved. */
 UPIPE_API upipe_status upi_lin_check_save(upipe_ctx *c, const upipe_linear_layer *l, const upipe_fields *f,
                                           const upipe_linear_saved *save)
@@ -108,16 +120,16 @@ UPIPE_API upipe_status upi_lin_check_save(upipe_ctx *c, const upipe_linear_layer
 UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const upipe_linear_layer *l,
                                      upipe_view x)
 {
+    upipe_linear_ops rules;
     upipe_scan scan;
     UPIPE_TRY(upipe_ctx_check(c));
     if (l == NULL || l->plan == NULL || l->rules == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: it, its plan or its rules are NULL");
-    /* a table of sizes alone does not say what the whole one lacks */
-    if ((!c->mem->dry || l->rules->fwd != NULL) && (l->rules->conv == NULL || l->rules->conv_bwd == NULL ||
-                                                    l->rules->gates == NULL || l->rules->gates_bwd == NULL))
+    rules = upipe_linear_rules(c, l->rules);
+    if (rules.conv == NULL || rules.conv_bwd == NULL || rules.gates == NULL || rules.gates_bwd == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "linear layer: the rules %s have no convolution and no gates, which a layer needs",
-                          l->rules->name);
+                          rules.name);
     if (l->w_qkv == NULL || l->w_z == NULL || l->w_b == NULL || l->w_a == NULL || l->w_out == NULL ||
         l->conv == NULL || l->a_log == NULL || l->dt_bias == NULL || l->norm_weight == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: a weight is NULL");

@@ -411,11 +411,14 @@ UPIPE_API upipe_status upi_lin_length(upipe_ctx *c, upi_lin_pass *p)
 UPIPE_API upipe_status upi_lin_fwd(upipe_ctx *c, upipe_comm *comm, upi_lin_pass *p, upipe_view y,
                                    float *carry)
 {
-    upipe_scan scan = upi_lin_scan(p->l);
+    const upipe_linear_layer *l = p->l;
+    const size_t o =
+        (size_t)(l->plan->local * l->heads * l->value_dim) * upipe_dtype_bytes(l->plan->desc.dtype);
+    upipe_scan scan = upi_lin_scan(l);
     void *states;
     scan.fwd = upi_lin_step_fwd;
     scan.user = p;
-    UPIPE_TRY(upipe_alloc(c, &p->save->o, upi_lin_o_bytes(p->l), UPIPE_USE_OUT, "linear_o"));
+    UPIPE_TRY(upipe_alloc(c, &p->save->o, o, UPIPE_USE_OUT, "linear_o"));
     UPIPE_TRY(upipe_alloc(c, &states, upipe_scan_state_bytes(&scan), UPIPE_USE_STAT, "linear_states"));
     p->save->states = (float *)states;
     UPIPE_TRY(upi_lin_length(c, p));
@@ -427,12 +430,13 @@ UPIPE_API upipe_status upi_lin_fwd(upipe_ctx *c, upipe_comm *comm, upi_lin_pass 
 UPIPE_API upipe_status upi_lin_bwd(upipe_ctx *c, upipe_comm *comm, upi_lin_pass *p, upipe_view dx,
                                    upipe_view dy, float *carry)
 {
+    const size_t sum_bytes = dx.dtype == UPIPE_F32 ? 0 : (size_t)(dx.n * dx.d) * 4;
     upipe_scan scan = upi_lin_scan(p->l);
     void *sum;
     scan.bwd = upi_lin_step_bwd;
     scan.user = p;
     UPIPE_TRY(upi_lin_length(c, p));
-    UPIPE_TRY(upipe_alloc(c, &sum, upi_lin_sum_bytes(p->l), UPIPE_USE_GRAD, "linear_dx"));
+    UPIPE_TRY(upipe_alloc(c, &sum, sum_bytes, UPIPE_USE_GRAD, "linear_dx"));
     p->dx = sum != NULL ? upi_lin_matrix(sum, UPIPE_F32, dx.n, dx.d) : dx;
     UPIPE_TRY(upi_lin_out_bwd(c, p, dy));
     UPIPE_TRY(upi_scan_bwd(c, comm, &scan, p->save->states, carry, NULL));

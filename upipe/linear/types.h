@@ -264,18 +264,6 @@ UPIPE_API size_t upi_lin_tile_bytes(const upipe_linear_layer *l)
     return (size_t)(upi_lin_tile_rows(l) * l->heads * l->value_dim) * upipe_dtype_bytes(l->plan->desc.dtype);
 }
 
-/* Of o. */
-UPIPE_API size_t upi_lin_o_bytes(const upipe_linear_layer *l)
-{
-    return (size_t)(l->plan->local * l->heads * l->value_dim) * upipe_dtype_bytes(l->plan->desc.dtype);
-}
-
-/* Of the sum of dx in f32, where dx is not it. */
-UPIPE_API size_t upi_lin_sum_bytes(const upipe_linear_layer *l)
-{
-    return l->plan->desc.dtype == UPIPE_F32 ? 0 : (size_t)(l->plan->local * l->plan->desc.model_dim) * 4;
-}
-
 /* upipe_linear_layer_state_bytes -- of a carry */
 UPIPE_API size_t upipe_linear_layer_state_bytes(const upipe_linear_layer *l)
 {

@@ -48,21 +48,15 @@ UPIPE_API upipe_status upi_scan_check(upipe_ctx *c, const upipe_comm *comm, cons
     return UPIPE_OK;
 }
 
-/* The record of a backward's states. */
-UPIPE_API upipe_status upi_scan_check_given(upipe_ctx *c, const upipe_given *given)
-{
-    if (given == NULL || given->plan != 0) return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_ARG, "the states are of no forward");
-}
-
 enum { UPI_SCAN_FWD, UPI_SCAN_BWD }; /* what a call is */
 
 /* Compares a call, and which it is, with all ranks; and with its forward, which records what it is given.
- *   given   NULL: nothing is recorded or compared */
+ *   given   NULL: a layer's call, which has compared all of it */
 UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int call,
                                       int carried, upipe_given *given)
 {
     upipe_fields f;
+    if (given == NULL) return UPIPE_OK;
     f.n = 0;
     upipe_field_int(&f, "tokens of the scan", s->plan->desc.tokens);
     upipe_field_int(&f, "its ranks in a ring", s->plan->desc.ring);
@@ -74,7 +68,7 @@ UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upip
     upipe_field_int(&f, "carry", carried);
     upipe_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
     upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&s->borders) >> 1));
-    if (given != NULL) UPIPE_TRY(upipe_given_same(&c->err, given, s->plan->seal, 0, &f, NULL, 0));
+    UPIPE_TRY(upipe_given_same(&c->err, given, s->plan->seal, 0, &f, NULL, 0));
     upipe_field_int(&f, "its direction (1: backward)", call);
     return upipe_comm_agree(c, comm, &f);
 }
@@ -136,7 +130,7 @@ UPIPE_API upipe_status upi_scan_fwd_run(upipe_ctx *c, upi_scan_pass *p, float *s
     const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
     int step, first, n;
     void *out;
-    UPIPE_TRY(upipe_alloc(c, &out, upipe_scan_fwd_bytes(s), UPIPE_USE_SCRATCH, "scan_state"));
+    UPIPE_TRY(upipe_alloc(c, &out, upi_scan_stage_bytes(s), UPIPE_USE_SCRATCH, "scan_state"));
     if (depth == 0 && p->rank == 0 && carry != NULL && upi_scan_joined(s, 0))
         UPIPE_TRY(c->ops->copy(c, states, carry, upipe_scan_state_bytes(s)));
     else if (depth == 0)
@@ -166,9 +160,9 @@ UPIPE_API upipe_status upi_scan_bwd_run(upipe_ctx *c, upi_scan_pass *p, const fl
     int step, first, n;
     void *buf;
     float *now, *next, *other;
-    UPIPE_TRY(upipe_alloc(c, &buf, upipe_scan_bwd_bytes(s), UPIPE_USE_GRAD, "scan_dstate"));
+    UPIPE_TRY(upipe_alloc(c, &buf, 2 * upi_scan_stage_bytes(s), UPIPE_USE_GRAD, "scan_dstate"));
     now = (float *)buf;
-    next = now + upipe_scan_fwd_bytes(s) / 4;
+    next = now + upi_scan_stage_bytes(s) / 4;
     for (step = 0; step < steps; ++step, other = now, now = next, next = other) {
         n = upi_scan_stage(p, step - depth, &first);
         if (n > 0 && from)
@@ -195,7 +189,7 @@ UPIPE_API upipe_status upi_scan_end(upipe_ctx *c, upipe_status s, int64_t mark, 
 }
 
 /* The two directions.
- *   given   NULL: who calls compares a backward with its forward */
+ *   given   see upi_scan_agree */
 UPIPE_API upipe_status upi_scan_fwd(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, float *states,
                                     float *carry, upipe_given *given)
 {
@@ -219,7 +213,8 @@ UPIPE_API upipe_status upi_scan_bwd(upipe_ctx *c, upipe_comm *comm, const upipe_
     upipe_status status;
     UPIPE_TRY(upi_scan_check(c, comm, s, states));
     if (s->bwd == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan's bwd is NULL");
-    UPIPE_TRY(upi_scan_check_given(c, given));
+    if (given != NULL && given->plan == 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "the states are of no forward");
     mark = upipe_mem_mark(c->mem);
     upi_scan_begin(&p, comm, s);
     status = upi_scan_agree(c, comm, s, UPI_SCAN_BWD, carry != NULL, given);

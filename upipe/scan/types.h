@@ -1,4 +1,4 @@
-/* types.h -- what goes over the ranks, who waits for whom, and bytes        part of upipe_scan.h */
+/* types.h -- what goes over the ranks, who waits for whom        part of upipe_scan.h */
 #ifndef UPIPE_SCAN_TYPES_H
 #define UPIPE_SCAN_TYPES_H
 
@@ -115,49 +115,16 @@ UPIPE_API int64_t upi_scan_size(const upipe_scan *s)
     return (int64_t)s->key_dim * s->value_dim;
 }
 
-/* ---- bytes ---- */
-
 /* upipe_scan_state_bytes -- of the states of all heads, and of a carry of them */
 UPIPE_API size_t upipe_scan_state_bytes(const upipe_scan *s)
 {
     return (size_t)(s->heads * upi_scan_size(s)) * 4;
 }
 
-/* upipe_scan_fwd_bytes -- what a forward allocates in the pool: a stage's state */
-UPIPE_API size_t upipe_scan_fwd_bytes(const upipe_scan *s)
+/* Bytes of a stage's states. */
+UPIPE_API size_t upi_scan_stage_bytes(const upipe_scan *s)
 {
     return (size_t)(upi_scan_stage_heads(s) * upi_scan_size(s)) * 4;
-}
-
-/* upipe_scan_bwd_bytes -- the same in the backward: the gradient of a stage, and the next one, which comes meanwhile */
-UPIPE_API size_t upipe_scan_bwd_bytes(const upipe_scan *s)
-{
-    return 2 * upipe_scan_fwd_bytes(s);
-}
-
-/* Whether something goes from this rank to the one behind it (`at` is that one), or into this rank from the one before
- * it (`at` is this rank), and leaves the rank: with a carry also between the last rank and rank 0. */
-UPIPE_API int upi_scan_leaves(const upipe_scan *s, int at, int carried)
-{
-    const int ranks = upi_scan_ranks(s);
-    return (at > 0 && at < ranks) || (carried && ranks > 1);
-}
-
-/* upipe_scan_fwd_sent -- bytes that this rank sends in a pass
- *   carried  whether there is a carry */
-UPIPE_API int64_t upipe_scan_fwd_sent(const upipe_scan *s, int carried)
-{
-    const int next = upi_scan_rank(s) + 1;
-    return upi_scan_leaves(s, next, carried) && upi_scan_joined(s, next) ? (int64_t)upipe_scan_state_bytes(s)
-                                                                         : 0;
-}
-
-/* The same in the backward. */
-UPIPE_API int64_t upipe_scan_bwd_sent(const upipe_scan *s, int carried)
-{
-    const int rank = upi_scan_rank(s);
-    return upi_scan_leaves(s, rank, carried) && upi_scan_joined(s, rank) ? (int64_t)upipe_scan_state_bytes(s)
-                                                                         : 0;
 }
 
 #endif

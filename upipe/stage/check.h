@@ -54,7 +54,6 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     upipe_field_int(&f, "from x (0: Q, K, V of the host's own)", l->wq != NULL);
     upipe_field_int(&f, "batch", d->batch);
     upipe_field_int(&f, "model_dim", d->model_dim);
-    upipe_field_int(&f, "ranks", d->ranks);
     upipe_field_int(&f, "heads", d->heads);
     upipe_field_int(&f, "kv_heads", d->kv_heads);
     upipe_field_int(&f, "head_dim", d->head_dim);
@@ -106,11 +105,8 @@ UPIPE_API upipe_status upi_check_stages(upipe_ctx *c, const upipe_layer *l)
     const upipe_plan_desc *d = l != NULL && l->plan != NULL ? &l->plan->desc : NULL;
     upipe_attn a;
     if (d == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the layer or its plan is NULL");
-    if (l->plan->seal != upipe_hash_bytes(UPIPE_HASH, l->plan, offsetof(upipe_plan, seal)))
-        return upipe_fail(&c->err, UPIPE_ERR_ARG,
-                          "the plan was changed after upipe_plan_init, or not made by it");
-    UPIPE_TRY(upipe_plan_check_team(c, l->plan));
-    if (d->ring > 1 || c->ring != NULL) UPIPE_TRY(upipe_plan_check_ring(c, l->plan));
+    UPIPE_TRY(upi_plan_check(
+        c, l->plan, UPI_PLAN_WHOLE | UPI_PLAN_TEAM | (d->ring > 1 || c->ring != NULL ? UPI_PLAN_RING : 0)));
     if (l->plan->overlap && c->side_stream == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "stages are to overlap, but ctx->side_stream is NULL");
     UPIPE_TRY(upipe_attn_check_dims(c, d->head_dim, d->v_dim));
