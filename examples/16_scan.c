@@ -86,8 +86,7 @@ static upipe_status rank_main(void *user, int rank)
     upipe_plan plan;
     upipe_states states = {0};
     upipe_ctx c = {.ops = &q->ops, .mem = &mem, .team = upipe_threads_comm(&q->world, rank)};
-    upipe_scan s = {
-        .plan = &plan, .heads = HEADS, .key_dim = KEY, .value_dim = VALUE, .stage_heads = STAGE_HEADS};
+    upipe_scan s = {.plan = &plan, .heads = HEADS, .size = KEY * VALUE, .stage_heads = STAGE_HEADS};
     part p = {.s = q};
     void *slab = aligned_alloc(UPIPE_MEM_ALIGN, POOL), *data = NULL;
     upipe_status status;

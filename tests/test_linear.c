@@ -137,7 +137,7 @@ static upipe_status pass_body(void *user, int rank)
     upipe_ctx c = {.team = upipe_threads_comm(&p->team, rank)};
     context_pool(&c, &mem, &p->ops, 1 << 20, 8);
     UPIPE_TRY(upipe_plan_init(&r.plan, &d, &c.err));
-    s.key_dim = p->x->key_dim, s.value_dim = p->x->value_dim;
+    s.size = (int64_t)p->x->key_dim * p->x->value_dim;
     s.fwd = pass_fwd, s.bwd = pass_bwd, s.user = &r;
     if (rank == 0) memcpy(carry, p->x->state, bytes);
     UPIPE_TRY(upipe_scan_fwd(&c, c.team, &s, &states, carry));

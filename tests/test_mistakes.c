@@ -96,7 +96,7 @@ static void host_linear(host *h)
     l->norm_weight = h->weights + 4;
     g->w_qkv = g->w_z = g->w_b = g->w_a = g->w_out = h->grads;
     g->conv = g->a_log = g->dt_bias = g->norm_weight = h->grads;
-    h->scan.plan = &h->plan, h->scan.heads = 2, h->scan.key_dim = h->scan.value_dim = 4;
+    h->scan.plan = &h->plan, h->scan.heads = 2, h->scan.size = 16;
     h->scan.fwd = scan_fwd, h->scan.bwd = scan_bwd;
     h->states.data = h->grads;
 }
@@ -346,7 +346,7 @@ MISTAKE(linear_of_nobody, return linear_bwd(h))
 MISTAKE(linear_twice, WELL(linear_fwd(h)); WELL(linear_bwd(h)); return linear_bwd(h))
 
 MISTAKE(scan_heads, WELL(scanned_fwd(h)); h->scan.heads = 1; return scanned_bwd(h))
-MISTAKE(scan_key_dim, WELL(scanned_fwd(h)); h->scan.key_dim = 3; return scanned_bwd(h))
+MISTAKE(scan_size, WELL(scanned_fwd(h)); h->scan.size = 12; return scanned_bwd(h))
 MISTAKE(scan_packed, WELL(scanned_fwd(h)); h->scan.borders.cu_seqlens = packed[0];
         h->scan.borders.cu_seqlens_n = 2; return scanned_bwd(h))
 MISTAKE(scan_plan, upipe_plan other; host_plan(h, &other, 2); WELL(scanned_fwd(h)); h->scan.plan = &other;
@@ -577,7 +577,7 @@ static const mistake mistakes[] = {
     ROW(linear_of_nobody, "not there"),
     ROW(linear_twice, "not there"),
     ROW(scan_heads, "heads of its state is not that of"),
-    ROW(scan_key_dim, "key_dim is not that of"),
+    ROW(scan_size, "size of a head's state is not that of"),
     ROW(scan_packed, "cu_seqlens_n is not that of"),
     ROW(scan_plan, "another plan than in the forward"),
     ROW(scan_of_nobody, "the states are of no forward"),

@@ -11,9 +11,7 @@
 enum {
     TOKENS_MAX = 64,
     HEADS_MAX = 5,
-    KEY_DIM = 2,
-    VALUE_DIM = 3,
-    SIZE = KEY_DIM * VALUE_DIM,
+    SIZE = 6, /* elements of a head's state */
     SEGMENTS_MAX = 3
 };
 
@@ -142,8 +140,7 @@ static upipe_status part_init(world *w, int rank, int segment, part *p, upipe_er
                            .first = first,
                            .borders = w->borders,
                            .heads = w->heads,
-                           .key_dim = KEY_DIM,
-                           .value_dim = VALUE_DIM,
+                           .size = SIZE,
                            .stage_heads = w->stage_heads,
                            .fwd = step_fwd,
                            .bwd = step_bwd,
@@ -327,7 +324,7 @@ static void test_refusals(world *w)
     const int64_t down[] = {3, 1};
     upipe_plan_desc d = {.tokens = 9, .heads = 8, .head_dim = 32};
     upipe_plan plan, zigzag, batch;
-    upipe_scan s = {.plan = &plan, .heads = 2, .key_dim = KEY_DIM, .value_dim = VALUE_DIM}, t;
+    upipe_scan s = {.plan = &plan, .heads = 2, .size = SIZE}, t;
     context_pool(&c, &mem, &w->ops, 1 << 16, 8);
     upipe_comm_self(&self, &alone, w->ops.copy);
     CHECK_STATUS(upipe_plan_init(&plan, &d, &c.err), UPIPE_OK, c.err);
@@ -344,9 +341,9 @@ static void test_refusals(world *w)
     REFUSED(t.plan = NULL, ARG, "the scan or its plan is NULL");
     REFUSED(t.plan = &zigzag, UNSUPPORTED, "neighbours of a zigzag ring hold no neighbouring tokens");
     REFUSED(t.plan = &batch, UNSUPPORTED, "a scan of 2 sequences");
-    REFUSED(t.heads = 0, ARG, "a state of 0 heads of 2 x 3");
+    REFUSED(t.heads = 0, ARG, "a state of 0 heads of 6 elements");
     REFUSED(t.stage_heads = -1, ARG, "in stages of -1 heads");
-    REFUSED((t.key_dim = t.value_dim = t.heads = 1 << 30), OVERFLOW, "a state of 1073741824 heads");
+    REFUSED((t.size = INT64_C(1) << 60, t.heads = 1 << 30), OVERFLOW, "a state of 1073741824 heads");
     REFUSED((t.borders = (upipe_borders){down, 1}), ARG, "packed document 0 is [3, 1)");
     REFUSED(t.borders.cu_seqlens_n = 1, ARG, "1 packed documents, cu_seqlens is NULL");
     REFUSED(t.user = NULL, ARG, "wd is NULL");
@@ -365,8 +362,7 @@ static void test_refusals(world *w)
 /* Fields of a call, and what is said where rank 1 has another value. */
 static const char *const differing[] = {"position of its first token is 0",
                                         "heads of its state is 3",
-                                        "key_dim is 2",
-                                        "value_dim is 3",
+                                        "size of a head's state is 6",
                                         "stage_heads is 1",
                                         "carry is 0",
                                         "cu_seqlens_n is 1",
@@ -385,12 +381,11 @@ static upipe_status differing_body(void *user, int rank)
     UPIPE_TRY(part_init(w, rank, 0, &p, &c.err));
     if (rank == 1 && w->differs == 0) p.scan.first = 1;
     if (rank == 1 && w->differs == 1) p.scan.heads = 4;
-    if (rank == 1 && w->differs == 2) p.scan.key_dim = 1;
-    if (rank == 1 && w->differs == 3) p.scan.value_dim = 1;
-    if (rank == 1 && w->differs == 4) p.scan.stage_heads = 2;
-    if (rank == 1 && w->differs == 5) carry = floats(SIZE * HEADS_MAX);
-    if (rank == 1 && w->differs == 6) p.scan.borders = (upipe_borders){documents, 2};
-    if (rank == 1 && w->differs == 7) p.scan.borders = (upipe_borders){documents + 3, 1};
+    if (rank == 1 && w->differs == 2) p.scan.size = 1;
+    if (rank == 1 && w->differs == 3) p.scan.stage_heads = 2;
+    if (rank == 1 && w->differs == 4) carry = floats(SIZE * HEADS_MAX);
+    if (rank == 1 && w->differs == 5) p.scan.borders = (upipe_borders){documents, 2};
+    if (rank == 1 && w->differs == 6) p.scan.borders = (upipe_borders){documents + 3, 1};
     CHECK_REFUSED(
         upipe_scan_fwd(&c, c.team, &p.scan, &(upipe_states){.data = floats(SIZE * HEADS_MAX)}, carry),
         UPIPE_ERR_MISMATCH, c.err, differing[w->differs]);

@@ -15,7 +15,7 @@
  * whose first token begins a document starts from zeros, receives nothing and waits for nobody.
  *
  *     upipe_scan s = {0};
- *     s.plan = &plan; s.heads = 32; s.key_dim = s.value_dim = 128; s.stage_heads = 4;
+ *     s.plan = &plan; s.heads = 32; s.size = 128 * 128; s.stage_heads = 4;
  *     s.fwd = my_rule_fwd; s.bwd = my_rule_bwd; s.user = &my;
  *     upipe_scan_fwd(&ctx, ctx.team, &s, &states, NULL);            states at this rank's first token, for the backward
  *     upipe_scan_bwd(&ctx, ctx.team, &s, &states, NULL);

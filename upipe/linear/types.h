@@ -107,8 +107,7 @@ UPIPE_API upipe_scan upi_lin_scan(const upipe_linear_layer *l)
     s.first = l->first;
     s.borders = l->borders;
     s.heads = l->key_heads;
-    s.key_dim = (int)(upi_lin_states(l, 1) + (l->taps - 1) * upi_lin_channels(l, 1));
-    s.value_dim = 1;
+    s.size = upi_lin_states(l, 1) + (l->taps - 1) * upi_lin_channels(l, 1);
     s.stage_heads = l->stage_keys;
     return s;
 }

@@ -36,14 +36,15 @@ UPIPE_API upipe_status upi_scan_check_plan(upipe_ctx *c, const upipe_comm *comm,
 UPIPE_API upipe_status upi_scan_check(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s,
                                       const float *states)
 {
-    int64_t size, all;
+    int64_t all;
     UPIPE_TRY(upi_scan_check_plan(c, comm, s));
-    if (s->heads < 1 || s->key_dim < 1 || s->value_dim < 1 || s->stage_heads < 0)
-        return upipe_fail(&c->err, UPIPE_ERR_ARG, "a state of %d heads of %d x %d, in stages of %d heads",
-                          s->heads, s->key_dim, s->value_dim, s->stage_heads);
-    if (!upipe_mul(&size, s->key_dim, s->value_dim) || !upipe_mul(&all, size, 4 * (int64_t)s->heads))
-        return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW, "a state of %d heads of %d x %d", s->heads, s->key_dim,
-                          s->value_dim);
+    if (s->heads < 1 || s->size < 1 || s->stage_heads < 0)
+        return upipe_fail(&c->err, UPIPE_ERR_ARG,
+                          "a state of %d heads of %lld elements, in stages of %d heads", s->heads,
+                          (long long)s->size, s->stage_heads);
+    if (!upipe_mul(&all, s->size, 4 * (int64_t)s->heads))
+        return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW, "a state of %d heads of %lld elements", s->heads,
+                          (long long)s->size);
     if (states == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the states are NULL");
     return UPIPE_OK;
 }
@@ -62,8 +63,7 @@ UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upip
     upipe_field_int(&f, "its ranks in a ring", s->plan->desc.ring);
     upipe_field_int(&f, "position of its first token", s->first);
     upipe_field_int(&f, "heads of its state", s->heads);
-    upipe_field_int(&f, "key_dim", s->key_dim);
-    upipe_field_int(&f, "value_dim", s->value_dim);
+    upipe_field_int(&f, "size of a head's state", s->size);
     upipe_field_int(&f, "stage_heads", upi_scan_stage_heads(s));
     upipe_field_int(&f, "carry", carried);
     upipe_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
@@ -106,7 +106,7 @@ UPIPE_API int upi_scan_stage(const upi_scan_pass *p, int i, int *first)
 /* Lists a stage's state: what is sent to a peer, or where what comes from it lies. */
 UPIPE_API void upi_scan_move(upi_scan_pass *p, int peer, int heads, const float *send, float *recv)
 {
-    const size_t bytes = (size_t)(heads * upi_scan_size(p->s)) * 4;
+    const size_t bytes = (size_t)(heads * p->s->size) * 4;
     upipe_msg_add(p->list, &p->used, peer, 1, send, send != NULL ? bytes : 0, 0, recv,
                   recv != NULL ? bytes : 0, 0);
 }
@@ -126,7 +126,7 @@ UPIPE_API upipe_status upi_scan_fwd_run(upipe_ctx *c, upi_scan_pass *p, float *s
     const int on = upi_scan_joined(s, p->rank + 1) && (p->rank < p->last || carry != NULL);
     const int back = p->rank == 0 && carry != NULL && upi_scan_joined(s, p->last + 1);
     const int depth = upi_scan_fwd_depth(s, p->rank), away = upi_scan_fwd_depth(s, p->last);
-    const int64_t size = upi_scan_size(s);
+    const int64_t size = s->size;
     const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
     int step, first, n;
     void *out;
@@ -155,7 +155,7 @@ UPIPE_API upipe_status upi_scan_bwd_run(upipe_ctx *c, upi_scan_pass *p, const fl
     const int end = p->rank == p->last && carry != NULL, from = end && upi_scan_joined(s, p->last + 1);
     const int back = end && upi_scan_joined(s, 0);
     const int depth = upi_scan_bwd_depth(s, p->rank), away = upi_scan_bwd_depth(s, 0);
-    const int64_t size = upi_scan_size(s);
+    const int64_t size = s->size;
     const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
     int step, first, n;
     void *buf;

@@ -7,7 +7,7 @@
 #include "../upipe_plan.h"
 
 /* The host's rule on this rank's tokens, for heads first .. first + heads - 1; enqueued on ctx->stream.
- *   in     f32 [heads][key_dim][value_dim]: the state before the first token
+ *   in     f32 [heads][size]: the state before the first token
  *   out    likewise: the state behind the last one, written */
 typedef upipe_status upipe_scan_fwd_step(upipe_ctx *c, void *user, int first, int heads, const float *in,
                                          float *out);
@@ -21,14 +21,15 @@ typedef upipe_status upipe_scan_bwd_step(upipe_ctx *c, void *user, int first, in
  *   plan         says which tokens a rank has; contiguous, of one sequence. Its heads and head dims are not read
  *   first        position of the plan's first token among the borders; 0, or where a segment begins
  *   borders      of packed documents
- *   heads key_dim value_dim  of the state, f32 [heads][key_dim][value_dim]
+ *   heads size   of the state, f32 [heads][size]: a matrix, say, and what else goes over with it
  *   stage_heads  heads of a stage; 0 = all
  */
 typedef struct upipe_scan {
     const upipe_plan *plan;
     int64_t first;
     upipe_borders borders;
-    int heads, key_dim, value_dim, stage_heads;
+    int64_t size;
+    int heads, stage_heads;
     upipe_scan_fwd_step *fwd;
     upipe_scan_bwd_step *bwd;
     void *user;
@@ -36,7 +37,7 @@ typedef struct upipe_scan {
 
 /* upipe_states -- what a forward leaves for its backward
  *   given  written by the forward; see upipe_given
- *   data   the host's, f32 [heads][key_dim][value_dim]: the state before this rank's first token
+ *   data   the host's, f32 [heads][size]: the state before this rank's first token
  */
 typedef struct upipe_states {
     upipe_given given;
@@ -109,22 +110,16 @@ UPIPE_API int upipe_scan_stages(const upipe_scan *s)
     return (s->heads - 1) / upi_scan_stage_heads(s) + 1;
 }
 
-/* Elements of a state of one head. */
-UPIPE_API int64_t upi_scan_size(const upipe_scan *s)
-{
-    return (int64_t)s->key_dim * s->value_dim;
-}
-
 /* upipe_scan_state_bytes -- of the states of all heads, and of a carry of them */
 UPIPE_API size_t upipe_scan_state_bytes(const upipe_scan *s)
 {
-    return (size_t)(s->heads * upi_scan_size(s)) * 4;
+    return (size_t)(s->heads * s->size) * 4;
 }
 
 /* Bytes of a stage's states. */
 UPIPE_API size_t upi_scan_stage_bytes(const upipe_scan *s)
 {
-    return (size_t)(upi_scan_stage_heads(s) * upi_scan_size(s)) * 4;
+    return (size_t)(upi_scan_stage_heads(s) * s->size) * 4;
 }
 
 #endif
