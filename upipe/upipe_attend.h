@@ -95,8 +95,8 @@ UPIPE_API int upi_attend_next(upipe_mem *m, const upipe_attend *a, const upipe_k
         }
     }
     if (a->stages == 0 || a->heads == 0 || a->rows.n == 0 || block->rows.n == 0) return 0;
-    /* with borders the sequences of a batch differ, so a dry run goes through each */
-    if (at->heads.count == 0 && !upipe_tiles_next(a->mask.borders.cu_seqlens != NULL ? NULL : m,
+    /* where the sequences of a batch differ a dry run goes through each */
+    if (at->heads.count == 0 && !upipe_tiles_next(upipe_mask_reads_positions(&a->mask) ? NULL : m,
                                                   &at->sequence, a->plan->desc.batch, 1))
         return 0;
     in_group = (a->first % group + at->head) % group;

@@ -101,6 +101,13 @@ UPIPE_API upipe_status upi_attn_like(upipe_ctx *c, const char *name, upipe_view 
 
 /* ---- what a row sees ---- */
 
+/* Whether a mask reads positions, and not only how far a key is from a query: then each sequence of a batch, and each
+ * segment, sees other keys. */
+UPIPE_API int upipe_mask_reads_positions(const upipe_mask *m)
+{
+    return m->borders.cu_seqlens != NULL;
+}
+
 /* floor(a / b), b > 0 */
 UPIPE_API int64_t upipe_floor_div(int64_t a, int64_t b)
 {

@@ -60,8 +60,7 @@ UPIPE_API int upipe_ring_sees(const upipe_plan_desc *d, const upipe_mask *mask, 
 {
     const upipe_shard q = upipe_shard_ring(d->layout, d->tokens, d->ring, to),
                       k = upipe_shard_ring(d->layout, d->tokens, d->ring, block);
-    const int64_t sequences =
-        mask->borders.cu_seqlens != NULL ? d->batch : 1; /* without borders all see the same */
+    const int64_t sequences = upipe_mask_reads_positions(mask) ? d->batch : 1; /* else all see the same */
     upipe_attn a;
     int64_t b;
     int i, j;

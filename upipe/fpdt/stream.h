@@ -156,7 +156,7 @@ UPIPE_API upipe_status upi_stream_bwd_offload(upipe_ctx *c, void *stream, int n)
 UPIPE_API int upi_stream_alike(const upi_stream *v)
 {
     const upipe_fpdt *f = v->s->z.f;
-    return f->layer.mask.borders.cu_seqlens == NULL && f->layer.mask.window == 0 &&
+    return !upipe_mask_reads_positions(&f->layer.mask) && f->layer.mask.window == 0 &&
            f->desc.tokens % f->segments == 0;
 }
 
