@@ -13,7 +13,7 @@
     X(upi_cuda_fwd90_kernel, 64, 0, 128, 4000)   \
     X(upi_cuda_fwd90_kernel, 128, 0, 168, 4000)  \
     X(upi_cuda_attn_fwd_kernel, 64, 227, 232, 100) \
-    X(upi_cuda_attn_fwd_kernel, 128, 253, 255, 100) \
+    X(upi_cuda_attn_fwd_kernel, 128, 252, 255, 100) \
     X(upi_bias_parts, 0, 160, 167, 1)            \
     X(upi_embed_bwd_rows, 0, 179, 179, 1)        \
     X(upi_cuda_linear_states, 0, 198, 196, 1)    \

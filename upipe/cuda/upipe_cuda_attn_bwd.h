@@ -182,11 +182,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_hide(float s[N][4], int first_key, int lane, i
             const int key = first_key + lane / 4 + half * 8;
             /* columns before this one don't see the key */
             const int from = (key < end ? key - ahead : N * 8) - lane % 4 * 2;
-            UPI_UNROLL
-            for (int j = 0; j < N; ++j) {
-                if (j * 8 < from) s[j][2 * half] = -INFINITY;
-                if (j * 8 + 1 < from) s[j][2 * half + 1] = -INFINITY;
-            }
+            upi_cuda_attn_hide<N * 8>(s[0], half, from, N * 8);
         }
     }
 }
@@ -207,13 +203,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_hide_by(float s[N][4], const upi_cuda_attn_run
     }
     if (__all_sync(0xffffffffu, all)) return;
     UPI_UNROLL
-    for (int half = 0; half < 2; ++half) {
-        UPI_UNROLL
-        for (int j = 0; j < N; ++j) {
-            if (j * 8 < low[half] || j * 8 >= high[half]) s[j][2 * half] = -INFINITY;
-            if (j * 8 + 1 < low[half] || j * 8 + 1 >= high[half]) s[j][2 * half + 1] = -INFINITY;
-        }
-    }
+    for (int half = 0; half < 2; ++half) upi_cuda_attn_hide<N * 8>(s[0], half, low[half], high[half]);
 }
 
 /* Turns scores s into weights and dp into gradients of the scores. */

@@ -1,5 +1,5 @@
 /* upipe_cuda_attn_bwd90.h -- attention backward with what Hopper added
- *                                                         backend cuda, includes cuda_attn_tile, hopper
+ *                                                         backend cuda, includes cuda_attn_step, hopper
  *
  * The contract, scratch and masks of upipe_cuda_attn_bwd.h, for compute capability 9.0. A block takes 128
  * keys (64 above head dim 128) of one key/value head, and every query that sees them of all the heads of the
@@ -29,7 +29,7 @@
 #ifndef UPIPE_CUDA_ATTN_BWD90_H
 #define UPIPE_CUDA_ATTN_BWD90_H
 
-#include "upipe_cuda_attn_tile.h"
+#include "upipe_cuda_attn_step.h"
 #include "upipe_cuda_attn_watch.h"
 
 /* How the consumers divide a tile: by keys, or by queries and columns. */
@@ -422,13 +422,7 @@ template <int ROWS> UPI_DEVICE void upi_cuda_bwd90_hide(float *s, const upi_cuda
         } else if (key < a.keys) {
             low = a.causal ? upi_cuda_attn_near(key - a.ahead - q0, 1) : 0;
         }
-        low -= column;
-        high -= column;
-        UPI_UNROLL
-        for (int j = 0; j < ROWS / 8; ++j) {
-            if (j * 8 < low || j * 8 >= high) s[4 * j + 2 * half] = -INFINITY;
-            if (j * 8 + 1 < low || j * 8 + 1 >= high) s[4 * j + 2 * half + 1] = -INFINITY;
-        }
+        upi_cuda_attn_hide<ROWS>(s, half, low - column, high - column);
     }
 }
 

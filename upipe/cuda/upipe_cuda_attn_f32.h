@@ -1,5 +1,5 @@
 /* upipe_cuda_attn_f32.h -- attention in f32 storage, without tensor cores
- *                                                                 backend cuda, includes cuda_attn_mask
+ *                                                                 backend cuda, includes cuda_attn_step
  *
  *     upi_cuda_attn_f32_fwd(c, &attn);        upi_cuda_attn_f32_bwd(c, &grad);
  *
@@ -19,7 +19,7 @@
 #ifndef UPIPE_CUDA_ATTN_F32_H
 #define UPIPE_CUDA_ATTN_F32_H
 
-#include "upipe_cuda_attn_mask.h"
+#include "upipe_cuda_attn_step.h"
 
 enum {
     UPI_F32_WARPS = 4,
@@ -77,6 +77,33 @@ UPI_DEVICE float upi_f32_score(const upi_f32_masks &x, float product, float *slo
 {
     if (x.squash != 0) product = upi_cuda_attn_tanh(upi_product(product, x.squash), slope);
     return upi_product(x.scale, product);
+}
+
+/* lse or delta of query i; `none` beyond the last. */
+UPI_DEVICE float upi_f32_stat(upipe_view v, int h, int64_t i, float none)
+{
+    return i < v.n ? ((const float *)v.data)[i * v.n_stride + h * v.h_stride] : none;
+}
+
+/* A key's gradient, to or from registers: elements lane + 32 n. */
+template <int N> UPI_DEVICE void upi_f32_grad_get(float x[N], upipe_view v, int h, int64_t row)
+{
+    const float *from = (const float *)v.data + row * v.n_stride + h * v.h_stride;
+    UPI_UNROLL
+    for (int n = 0; n < N; ++n) {
+        const int e = (int)(threadIdx.x % 32) + 32 * n;
+        x[n] = row < v.n && e < v.d ? from[e] : 0.0f;
+    }
+}
+
+template <int N> UPI_DEVICE void upi_f32_grad_put(const float x[N], upipe_view v, int h, int64_t row)
+{
+    float *to = (float *)v.data + row * v.n_stride + h * v.h_stride;
+    UPI_UNROLL
+    for (int n = 0; n < N; ++n) {
+        const int e = (int)(threadIdx.x % 32) + 32 * n;
+        if (row < v.n && e < v.d) to[e] = x[n];
+    }
 }
 
 /* The rows held: [UPI_F32_HELD][d], zeros beyond the last row. */
@@ -155,32 +182,25 @@ UPI_DEVICE float upi_f32_warp_sum(float v)
     return v;
 }
 
-/* One row's result, alone or brought together with an older one. */
+/* One row's result, alone or brought together with an older one: `sum` weights, measured from the score `top`. */
 template <int N>
-UPI_DEVICE void upi_f32_finish(upipe_attn a, int h, int64_t i, const float o[N], float m, float l)
+UPI_DEVICE void upi_f32_finish(const upipe_attn &a, int h, int64_t i, const float o[N], float top, float sum)
 {
     int lane = (int)(threadIdx.x % 32), n;
     float *lse = (float *)a.lse.data + i * a.lse.n_stride + h * a.lse.h_stride;
     float *out = (float *)a.o.data + i * a.o.n_stride + h * a.o.h_stride;
-    /* not `l > 0`: a NaN must come out as one */
-    float here = l == 0.0f ? -INFINITY : m + logf(l), mine = l == 0.0f ? 0.0f : 1.0f / l, old = 0.0f;
-    if (a.mask.sinks != NULL) upi_cuda_attn_add_sink(a.mask.sinks[h], m, l, &here, &mine);
+    upi_cuda_attn_end end = upi_cuda_attn_end_of(top, 1, sum);
+    if (a.mask.sinks != NULL) upi_cuda_attn_add_sink(&end, a.mask.sinks[h], top, sum);
     if (a.merge) {
-        float before = *lse, top = fmaxf(before, here);
-        if (top != -INFINITY) {
-            float both = expf(before - top) + expf(here - top);
-            old = expf(before - top) / both;
-            mine *= expf(here - top) / both;
-            here = top + logf(both);
-        }
+        upi_cuda_attn_merge(&end, *lse);
         __syncwarp(); /* every lane has read what lane 0 overwrites */
     }
     UPI_UNROLL
     for (n = 0; n < N; ++n) {
         int x = lane + 32 * n;
-        if (x < a.o.d) out[x] = a.merge && old > 0.0f ? fmaf(old, out[x], o[n] * mine) : o[n] * mine;
+        if (x < a.o.d) out[x] = end.keep != 0 ? fmaf(end.keep, out[x], o[n] * end.weight) : o[n] * end.weight;
     }
-    if (lane == 0) *lse = here;
+    if (lane == 0) *lse = end.lse;
 }
 
 template <int N>
@@ -218,7 +238,7 @@ void upi_attn_f32_fwd(const upipe_attn a, const upi_f32_masks x)
             int seen = j + lane >= sees.first && j + lane < sees.end;
             float slope = 1, score = seen ? upi_f32_score(x, s[r], &slope) : -INFINITY,
                   top = fmaxf(m[r], upi_f32_warp_max(score));
-            float base = top > -INFINITY ? top : 0.0f, p = expf(score - base), shrink = expf(m[r] - base);
+            float base = upi_cuda_attn_base(top), p = expf(score - base), shrink = expf(m[r] - base);
             m[r] = top;
             l[r] = fmaf(l[r], shrink, p); /* the lane's keys alone */
             UPI_UNROLL
@@ -254,9 +274,8 @@ void upi_attn_f32_dq(const upipe_attn_grad g, const upi_f32_masks x)
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t i = first + warp * UPI_F32_ROWS + r;
-        int there = i < a.q.n;
-        lse[r] = there ? ((const float *)a.lse.data)[i * a.lse.n_stride + h * a.lse.h_stride] : -INFINITY;
-        delta[r] = there ? ((const float *)g.delta.data)[i * g.delta.n_stride + h * g.delta.h_stride] : 0.0f;
+        lse[r] = upi_f32_stat(a.lse, h, i, -INFINITY);
+        delta[r] = upi_f32_stat(g.delta, h, i, 0.0f);
         UPI_UNROLL
         for (n = 0; n < N; ++n) dq[r][n] = 0.0f;
     }
@@ -304,29 +323,19 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
     const int64_t end = upi_f32_queries_of(a, x, first + UPI_F32_HELD - 1).end;
     const int64_t begin = upi_f32_begin(upi_f32_queries_of(a, x, first).first, end);
     int64_t i;
-    int r, n, h;
+    int r, h;
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t j = first + warp * UPI_F32_ROWS + r;
-        UPI_UNROLL
-        for (n = 0; n < N; ++n) {
-            const int e = lane + 32 * n;
-            const float *at_k = (const float *)g.dk.data + j * g.dk.n_stride + kv * g.dk.h_stride + e;
-            const float *at_v = (const float *)g.dv.data + j * g.dv.n_stride + kv * g.dv.h_stride + e;
-            dk[r][n] = j < a.k.n && e < d ? *at_k : 0.0f;
-            dv[r][n] = j < a.k.n && e < v_dim ? *at_v : 0.0f;
-        }
+        upi_f32_grad_get<N>(dk[r], g.dk, kv, j);
+        upi_f32_grad_get<N>(dv[r], g.dv, kv, j);
     }
     upi_f32_hold<N>(k, a.k, kv, first);
     upi_f32_hold<N>(v, a.v, kv, first);
     for (h = kv * group; h < (kv + 1) * group; ++h) {
         for (i = begin; i < end; i += UPI_F32_PASSING) {
-            int there = i + lane < a.q.n;
-            float lse = there ? ((const float *)a.lse.data)[(i + lane) * a.lse.n_stride + h * a.lse.h_stride]
-                              : -INFINITY;
-            float delta =
-                there ? ((const float *)g.delta.data)[(i + lane) * g.delta.n_stride + h * g.delta.h_stride]
-                      : 0.0f;
+            float lse = upi_f32_stat(a.lse, h, i + lane, -INFINITY);
+            float delta = upi_f32_stat(g.delta, h, i + lane, 0.0f);
             __syncthreads();
             upi_f32_pass<N>(q, a.q, h, i);
             upi_f32_pass<N>(dout, g.dout, h, i);
@@ -348,13 +357,8 @@ void upi_attn_f32_dkv(const upipe_attn_grad g, const upi_f32_masks x)
     UPI_UNROLL
     for (r = 0; r < UPI_F32_ROWS; ++r) {
         int64_t j = first + warp * UPI_F32_ROWS + r;
-        UPI_UNROLL
-        for (n = 0; n < N; ++n) {
-            const int e = lane + 32 * n;
-            if (j >= a.k.n) continue;
-            if (e < d) ((float *)g.dk.data)[j * g.dk.n_stride + kv * g.dk.h_stride + e] = dk[r][n];
-            if (e < v_dim) ((float *)g.dv.data)[j * g.dv.n_stride + kv * g.dv.h_stride + e] = dv[r][n];
-        }
+        upi_f32_grad_put<N>(dk[r], g.dk, kv, j);
+        upi_f32_grad_put<N>(dv[r], g.dv, kv, j);
     }
 }
 

@@ -31,7 +31,7 @@
 
 #include "upipe_cuda_attn_f32.h"
 #include "upipe_cuda_attn_fwd90.h"
-#include "upipe_cuda_attn_tile.h"
+#include "upipe_cuda_attn_step.h"
 
 /* ---- tiles in shared memory ---- */
 
@@ -89,16 +89,274 @@ template <int D> struct upi_cuda_attn_fwd_shape {
         TURNS = D == 96 ? 2 : 4, /* of the loop over columns at once; 4 do not divide the 6 of head dim 96 */
         BLOCKS = 2,              /* a processor, by registers */
         ROW = upi_cuda_attn_row<D>::BYTES,
-        ASIDE = (ROWS + SLOTS * KEYS) * ROW,
+        SLOT = KEYS * ROW,
+        ASIDE = ROWS * ROW + SLOTS * SLOT,
         SHARED = ASIDE + (int)sizeof(upi_cuda_attn_fwd_aside)
     };
 };
 
-/* The slot of the ring before that one: where the tile after the next goes. */
+/* The slot of the ring behind that one; and the one before, where the tile after the next goes. */
+template <int D> UPI_DEVICE uint32_t upi_cuda_attn_fwd_after(uint32_t at, uint32_t ring)
+{
+    const int slot = upi_cuda_attn_fwd_shape<D>::SLOT;
+    return at == ring + 2 * slot ? ring : at + slot;
+}
 template <int D> UPI_DEVICE uint32_t upi_cuda_attn_fwd_before(uint32_t at, uint32_t ring)
 {
-    const int slot = upi_cuda_attn_fwd_shape<D>::KEYS * upi_cuda_attn_fwd_shape<D>::ROW;
+    const int slot = upi_cuda_attn_fwd_shape<D>::SLOT;
     return at == ring ? ring + 2 * slot : at - slot;
+}
+
+/* What a thread works on. */
+typedef struct upi_cuda_attn_fwd_place {
+    int head, lane;
+    int row0;                       /* the warp's first row, in the block */
+    int64_t q0;                     /* the block's first query */
+    upi_cuda_attn_tiles ours, seen; /* tiles of keys: the block's; the warp's */
+    /* From tile seen.whole_end on, the lane's first query sees keys before `sight`, and there are `end` of them; both
+     * are counted from the lane's first column. With a table, it says so. */
+    int sight, end;
+    /* Row and chunk of the four matrices that the lane loads at once: rows 0 to 7 and 8 to 15 of one chunk, then of
+     * the next. */
+    uint32_t mine;
+    uint32_t at_q, ring; /* of the block's tiles, in shared memory */
+} upi_cuda_attn_fwd_place;
+
+template <int D, int MASKED>
+UPI_DEVICE upi_cuda_attn_fwd_place upi_cuda_attn_fwd_here(const upi_cuda_attn_args &a, const void *shared)
+{
+    typedef upi_cuda_attn_fwd_shape<D> shape;
+    const int64_t blocks = (a.queries + shape::ROWS - 1) / shape::ROWS;
+    upi_cuda_attn_fwd_place x;
+    x.lane = (int)threadIdx.x % 32;
+    /* Under a causal mask the longest blocks of all heads come first, so that short ones fill the end;
+     * otherwise a head's blocks follow one another and share its keys in the cache. */
+    x.head = (int)(a.causal ? (int64_t)blockIdx.x % a.heads : (int64_t)blockIdx.x / blocks);
+    x.q0 =
+        (a.causal ? blocks - 1 - (int64_t)blockIdx.x / a.heads : (int64_t)blockIdx.x % blocks) * shape::ROWS;
+    x.row0 = (int)threadIdx.x / 32 * shape::TILES * 16;
+    x.ours = upi_cuda_attn_tiles_of<MASKED>(a, x.q0, shape::ROWS, shape::KEYS);
+    x.seen = upi_cuda_attn_tiles_of<MASKED>(a, x.q0 + x.row0, shape::TILES * 16, shape::KEYS);
+    if (x.q0 + x.row0 >= a.queries) x.seen.end = 0;
+    x.sight =
+        upi_cuda_attn_near(x.q0 + x.row0 + a.ahead + 1 - (int64_t)x.seen.whole_end * shape::KEYS, a.causal) +
+        x.lane / 4 - x.lane % 4 * 2;
+    x.end = upi_cuda_attn_near(a.keys - (int64_t)x.seen.whole_end * shape::KEYS, 1) - x.lane % 4 * 2;
+    x.mine = upi_cuda_attn_at<D>(x.lane % 16, x.lane / 16);
+    x.at_q = upi_shared_address(shared);
+    x.ring = x.at_q + shape::ROWS * shape::ROW;
+    return x;
+}
+
+/* What a lane has of its warp's rows. */
+template <int D> struct upi_cuda_attn_fwd_rows {
+    enum { TILES = upi_cuda_attn_fwd_shape<D>::TILES };
+    float o[TILES][D / 2], top[TILES][2], sum[TILES][2];
+};
+
+template <int D> UPI_DEVICE void upi_cuda_attn_fwd_begin(upi_cuda_attn_fwd_rows<D> &x)
+{
+    UPI_UNROLL
+    for (int m = 0; m < x.TILES; ++m) {
+        UPI_UNROLL
+        for (int i = 0; i < D / 2; ++i) x.o[m][i] = 0;
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            x.top[m][half] = -INFINITY;
+            x.sum[m][half] = 0;
+        }
+    }
+}
+
+/* Starts copying the keys, or the values, of tile n to `to`. */
+template <int D>
+UPI_DEVICE void upi_cuda_attn_fwd_load(uint32_t to, const upi_bf16 *from, int64_t step, int n,
+                                       const upi_cuda_attn_args &a, int columns)
+{
+    typedef upi_cuda_attn_fwd_shape<D> shape;
+    upi_cuda_attn_load<D, shape::KEYS, shape::THREADS>(to, from, step, (int64_t)n * shape::KEYS, a.keys,
+                                                       columns);
+}
+
+/* s = Q K^T, of the tile at `at`. */
+template <int D, int TILES, int N>
+UPI_DEVICE void upi_cuda_attn_fwd_scores(float (&s)[TILES][N], const upi_cuda_attn_fwd_place &x, uint32_t at)
+{
+    typedef upi_cuda_attn_fwd_shape<D> shape;
+    UPI_UNROLL
+    for (int m = 0; m < TILES; ++m) {
+        UPI_UNROLL
+        for (int j = 0; j < N; ++j) s[m][j] = 0;
+    }
+    UPI_CUDA_ATTN_TURNS(shape::TURNS)
+    for (int c = 0; c < D / 8; c += 2) {
+        uint32_t q[TILES][4];
+        UPI_UNROLL
+        for (int m = 0; m < TILES; ++m)
+            upi_load_matrix4(q[m], upi_cuda_attn_chunk(x.at_q + x.mine, c) + (x.row0 + m * 16) * shape::ROW);
+        UPI_UNROLL
+        for (int j = 0; j < N / 4; j += 2) {
+            uint32_t k[4], low[2], high[2];
+            upi_load_matrix4(k, upi_cuda_attn_chunk(at + x.mine, c) + j * 8 * shape::ROW);
+            low[0] = k[0], low[1] = k[2];
+            high[0] = k[1], high[1] = k[3];
+            UPI_UNROLL
+            for (int m = 0; m < TILES; ++m) {
+                upi_mma(s[m] + 4 * j, q[m], low);
+                upi_mma(s[m] + 4 * j + 4, q[m], high);
+            }
+        }
+    }
+}
+
+/* Soft-cap and masks of tile n. */
+template <int D, int MASKED, int TILES, int N>
+UPI_DEVICE void upi_cuda_attn_fwd_hide(float (&s)[TILES][N], const upi_cuda_attn_args &a,
+                                       const upi_cuda_attn_fwd_place &x, int n)
+{
+    const int KEYS = upi_cuda_attn_fwd_shape<D>::KEYS;
+    if (MASKED && a.squash != 0) {
+        UPI_UNROLL
+        for (int m = 0; m < TILES; ++m) upi_cuda_attn_cap<KEYS>(s[m], a.squash);
+    }
+    if (n < x.seen.whole_end && (!MASKED || n >= x.seen.whole)) return;
+    UPI_UNROLL
+    for (int m = 0; m < TILES; ++m) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            int low = 0, high;
+            if (MASKED) {
+                const int64_t query = x.q0 + x.row0 + m * 16 + x.lane / 4 + half * 8;
+                const upi_cuda_attn_run run = upi_cuda_attn_run_of(a.runs, query, a.queries);
+                low = run.first - n * KEYS - x.lane % 4 * 2;
+                high = run.end - n * KEYS - x.lane % 4 * 2;
+            } else {
+                const int far = x.sight + m * 16 + half * 8;
+                high = (far < x.end ? far : x.end) - (n - x.seen.whole_end) * KEYS;
+            }
+            upi_cuda_attn_hide<KEYS>(s[m], half, low, high);
+        }
+    }
+}
+
+/* The greatest score of a row that the lane has. */
+template <int N> UPI_DEVICE float upi_cuda_attn_fwd_most(const float (&s)[N], int half)
+{
+    float most = -INFINITY;
+    UPI_UNROLL
+    for (int j = 0; j < N / 4; ++j) most = fmaxf(most, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+    return most;
+}
+
+/* Scores become weights, as operands of the next product. Only if a row of the warp has a new top, older sums and
+ * values are rescaled. */
+template <int D, int TILES, int N>
+UPI_DEVICE void upi_cuda_attn_fwd_weigh(upi_cuda_attn_fwd_rows<D> &x, uint32_t (&p)[TILES][N / 2],
+                                        const float (&s)[TILES][N], float rate)
+{
+    int rises = 0;
+    UPI_UNROLL
+    for (int m = 0; m < TILES; ++m) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) rises |= upi_cuda_attn_fwd_most(s[m], half) > x.top[m][half];
+    }
+    if (__any_sync(0xffffffffu, rises)) {
+        UPI_UNROLL
+        for (int m = 0; m < TILES; ++m) {
+            UPI_UNROLL
+            for (int half = 0; half < 2; ++half) {
+                const float most = upi_cuda_attn_quad_max(upi_cuda_attn_fwd_most(s[m], half));
+                float fold;
+                if (!(most > x.top[m][half])) continue;
+                fold = upi_cuda_attn_weight<1>(x.top[m][half], most, rate);
+                x.top[m][half] = most;
+                x.sum[m][half] *= fold;
+                UPI_UNROLL
+                for (int i = 0; i < D / 8; ++i) {
+                    x.o[m][4 * i + 2 * half] *= fold;
+                    x.o[m][4 * i + 2 * half + 1] *= fold;
+                }
+            }
+        }
+    }
+    UPI_UNROLL
+    for (int m = 0; m < TILES; ++m) {
+        UPI_UNROLL
+        for (int i = 0; i < N / 2; ++i) { /* two neighbours of a row, then of the one 8 below */
+            const float base = upi_cuda_attn_base(x.top[m][i % 2]);
+            const float first = upi_cuda_attn_weight<1>(s[m][2 * i], base, rate);
+            const float second = upi_cuda_attn_weight<1>(s[m][2 * i + 1], base, rate);
+            x.sum[m][i % 2] += first;
+            x.sum[m][i % 2] += second;
+            p[m][i] = upi_pack_bf16(first, second);
+        }
+    }
+}
+
+/* o += P V, of the tile at `at`. */
+template <int D, int TILES, int N>
+UPI_DEVICE void upi_cuda_attn_fwd_values(float (&o)[TILES][D / 2], const uint32_t (&p)[TILES][N], uint32_t at)
+{
+    UPI_UNROLL
+    for (int j = 0; j < N / 4; ++j) {
+        UPI_UNROLL
+        for (int i = 0; i < D / 8; i += 2) {
+            uint32_t v[4];
+            upi_load_matrix4_trans(v, upi_cuda_attn_chunk(at, i) + j * 16 * upi_cuda_attn_fwd_shape<D>::ROW);
+            UPI_UNROLL
+            for (int m = 0; m < TILES; ++m) {
+                upi_mma(o[m] + 4 * i, p[m] + 4 * j, v);
+                upi_mma(o[m] + 4 * i + 4, p[m] + 4 * j, v + 2);
+            }
+        }
+    }
+}
+
+/* The rows' ends. f32 goes to memory, bf16 to the warp's rows of Q. */
+template <int D>
+UPI_DEVICE void upi_cuda_attn_fwd_output(const upi_cuda_attn_args &a, const upi_cuda_attn_fwd_place &x,
+                                         const upi_cuda_attn_fwd_rows<D> &rows, unsigned char *shared)
+{
+    UPI_UNROLL
+    for (int m = 0; m < rows.TILES; ++m) {
+        UPI_UNROLL
+        for (int half = 0; half < 2; ++half) {
+            const int row = x.row0 + m * 16 + x.lane / 4 + half * 8;
+            const int64_t query = x.q0 + row;
+            const int real = query < a.queries;
+            const upi_cuda_attn_end end = upi_cuda_attn_finish(a, x.head, query, rows.top[m][half],
+                                                               upi_cuda_attn_quad_sum(rows.sum[m][half]));
+            UPI_UNROLL
+            for (int i = 0; i < D / 8; ++i) {
+                const int64_t to = query * a.o_stride + x.head * a.o_head + i * 8 + x.lane % 4 * 2;
+                upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
+                float first = rows.o[m][4 * i + 2 * half] * end.weight;
+                float second = rows.o[m][4 * i + 2 * half + 1] * end.weight;
+                if (a.merge && end.keep != 0 && real && i * 8 < a.v_dim)
+                    upi_cuda_attn_add_older(&first, &second, end.keep, a.wide, pair,
+                                            (const uint32_t *)((const upi_bf16 *)a.o + to));
+                if (a.wide && real && i * 8 < a.v_dim) pair->x = first, pair->y = second;
+                if (!a.wide)
+                    *(uint32_t *)(shared + upi_cuda_attn_at<D>(row, i) + x.lane % 4 * 4) =
+                        upi_pack_bf16(first, second);
+            }
+        }
+    }
+}
+
+/* The warp's rows of o go from shared memory to o. */
+template <int D>
+UPI_DEVICE void upi_cuda_attn_fwd_store(const upi_cuda_attn_args &a, const upi_cuda_attn_fwd_place &x,
+                                        const unsigned char *shared)
+{
+    const int chunks = upi_cuda_attn_row<D>::COLUMNS / 8, stride = 32 / chunks;
+    const int c = x.lane % chunks, r = x.row0 + x.lane / chunks;
+    upi_bf16 *to = (upi_bf16 *)a.o + (x.q0 + r) * a.o_stride + x.head * a.o_head + c * 8;
+    UPI_UNROLL
+    for (int i = 0; i < upi_cuda_attn_fwd_shape<D>::TILES * 16; i += stride, to += stride * a.o_stride)
+        if (x.q0 + r + i < a.queries && c * 8 < a.v_dim)
+            *(upi_cuda_attn_chunk16 *)to =
+                *(const upi_cuda_attn_chunk16 *)(shared + upi_cuda_attn_at<D>(r + i, c));
 }
 
 template <int D, int MASKED>
@@ -106,273 +364,56 @@ UPI_KERNEL(upi_cuda_attn_fwd_shape<D>::THREADS, upi_cuda_attn_fwd_shape<D>::BLOC
 void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
 {
     typedef upi_cuda_attn_fwd_shape<D> shape;
-    const int TILES = shape::TILES, ROWS = shape::ROWS, KEYS = shape::KEYS, THREADS = shape::THREADS;
-    const int ROW = shape::ROW;
     UPI_SHARED(unsigned char, shared);
-    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32;
-    const int64_t blocks = (a.queries + ROWS - 1) / ROWS;
-    /* Under a causal mask the longest blocks of all heads come first, so that short ones fill the end;
-     * otherwise a head's blocks follow one another and share its keys in the cache. */
-    const int head = (int)(a.causal ? (int64_t)blockIdx.x % a.heads : (int64_t)blockIdx.x / blocks);
-    const int64_t q0 =
-        (a.causal ? blocks - 1 - (int64_t)blockIdx.x / a.heads : (int64_t)blockIdx.x % blocks) * ROWS;
-    const int row0 = warp * TILES * 16; /* of the warp, in the block */
-    const upi_cuda_attn_tiles ours = upi_cuda_attn_tiles_of<MASKED>(a, q0, ROWS, KEYS);
-    const upi_cuda_attn_tiles seen = upi_cuda_attn_tiles_of<MASKED>(a, q0 + row0, TILES * 16, KEYS);
-    const int first = ours.first, tiles = ours.end, whole = seen.whole_end;
-    const int seen_end = q0 + row0 < a.queries ? seen.end : 0;
-    /* From tile `whole` on, this lane's first query sees keys up to `sight`, and the last key is `end`;
-     * both are counted from the lane's first column. With a table, it says so. */
-    const int sight =
-        upi_cuda_attn_near(q0 + row0 + a.ahead - (int64_t)whole * KEYS, a.causal) + lane / 4 - lane % 4 * 2;
-    const int end = upi_cuda_attn_near(a.keys - 1 - (int64_t)whole * KEYS, 1) - lane % 4 * 2;
+    const upi_cuda_attn_fwd_place x = upi_cuda_attn_fwd_here<D, MASKED>(a, shared);
+    const int first = x.ours.first, tiles = x.ours.end;
     upi_cuda_attn_fwd_aside *aside = (upi_cuda_attn_fwd_aside *)(shared + shape::ASIDE);
-    const uint32_t at_q = upi_shared_address(shared);
-    const uint32_t ring = at_q + ROWS * ROW, slot = KEYS * ROW;
-    uint32_t at = ring; /* of the tile in hand: K, then V */
-    /* This lane's row and chunk of the four matrices that it loads at once: rows 0 to 7 and 8 to 15 of one
-     * chunk, then of the next. */
-    const uint32_t mine = upi_cuda_attn_at<D>(lane % 16, lane / 16);
-
-    float o[TILES][D / 8][4], top[TILES][2], sum[TILES][2];
-    UPI_UNROLL
-    for (int m = 0; m < TILES; ++m) {
-        UPI_UNROLL
-        for (int i = 0; i < D / 8; ++i) o[m][i][0] = o[m][i][1] = o[m][i][2] = o[m][i][3] = 0;
-        UPI_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            top[m][half] = -INFINITY;
-            sum[m][half] = 0;
-        }
-    }
-
+    uint32_t at = x.ring; /* of the tile in hand: K, then V */
+    upi_cuda_attn_fwd_rows<D> rows;
+    upi_cuda_attn_fwd_begin<D>(rows);
     if (first < tiles) {
-        const upi_bf16 *k = a.k + head / a.group * a.k_head, *v = a.v + head / a.group * a.v_head;
-        upi_cuda_attn_load<D, ROWS, THREADS>(at_q, a.q + head * a.q_head, a.q_stride, q0, a.queries, a.d);
-        upi_cuda_attn_load<D, KEYS, THREADS>(ring, k, a.k_stride, (int64_t)first * KEYS, a.keys, a.d);
+        const upi_bf16 *k = a.k + x.head / a.group * a.k_head, *v = a.v + x.head / a.group * a.v_head;
+        upi_cuda_attn_load<D, shape::ROWS, shape::THREADS>(x.at_q, a.q + x.head * a.q_head, a.q_stride, x.q0,
+                                                           a.queries, a.d);
+        upi_cuda_attn_fwd_load<D>(at, k, a.k_stride, first, a, a.d);
         upi_copy_commit();
-        upi_cuda_attn_load<D, KEYS, THREADS>(ring + slot, v, a.v_stride, (int64_t)first * KEYS, a.keys,
-                                             MASKED ? a.v_dim : a.d);
+        upi_cuda_attn_fwd_load<D>(at + shape::SLOT, v, a.v_stride, first, a, MASKED ? a.v_dim : a.d);
         upi_copy_commit();
         if (threadIdx.x == 0) aside->k = k, aside->v = v;
     }
     for (int n = first; n < tiles; ++n) {
-        uint32_t p[TILES][KEYS / 16][4];
+        const int sees =
+            n < x.seen.end && n >= x.seen.first; /* a warp may have nothing to do where others have */
+        uint32_t p[shape::TILES][shape::KEYS / 4];
 
         upi_copy_wait<1>();
         __syncthreads(); /* K is there, and every warp is through with the V before: its slot is free */
         if (n + 1 < tiles)
-            upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->k, a.k_stride,
-                                                 (int64_t)(n + 1) * KEYS, a.keys, a.d);
+            upi_cuda_attn_fwd_load<D>(upi_cuda_attn_fwd_before<D>(at, x.ring), aside->k, a.k_stride, n + 1, a,
+                                      a.d);
         upi_copy_commit();
-        if (n < seen_end && n >= seen.first) { /* a warp may have nothing to do where others have */
-            float s[TILES][KEYS / 8][4];
-            int rises = 0;
-            UPI_UNROLL
-            for (int m = 0; m < TILES; ++m) {
-                UPI_UNROLL
-                for (int j = 0; j < KEYS / 8; ++j) s[m][j][0] = s[m][j][1] = s[m][j][2] = s[m][j][3] = 0;
-            }
-            UPI_CUDA_ATTN_TURNS(shape::TURNS)
-            for (int c = 0; c < D / 8; c += 2) {
-                uint32_t x[TILES][4];
-                UPI_UNROLL
-                for (int m = 0; m < TILES; ++m)
-                    upi_load_matrix4(x[m], upi_cuda_attn_chunk(at_q + mine, c) + (row0 + m * 16) * ROW);
-                UPI_UNROLL
-                for (int j = 0; j < KEYS / 8; j += 2) {
-                    uint32_t y[4], low[2], high[2];
-                    upi_load_matrix4(y, upi_cuda_attn_chunk(at + mine, c) + j * 8 * ROW);
-                    low[0] = y[0], low[1] = y[2];
-                    high[0] = y[1], high[1] = y[3];
-                    UPI_UNROLL
-                    for (int m = 0; m < TILES; ++m) {
-                        upi_mma(s[m][j], x[m], low);
-                        upi_mma(s[m][j + 1], x[m], high);
-                    }
-                }
-            }
-
-            if (MASKED && a.squash != 0) {
-                UPI_UNROLL
-                for (int m = 0; m < TILES; ++m) {
-                    UPI_UNROLL
-                    for (int j = 0; j < KEYS / 8; ++j) {
-                        UPI_UNROLL
-                        for (int e = 0; e < 4; ++e) s[m][j][e] = tanhf(s[m][j][e] * a.squash);
-                    }
-                }
-            }
-            if (MASKED && (n >= whole || n < seen.whole)) {
-                UPI_UNROLL
-                for (int m = 0; m < TILES; ++m) {
-                    UPI_UNROLL
-                    for (int half = 0; half < 2; ++half) {
-                        const int64_t query = q0 + row0 + m * 16 + lane / 4 + half * 8;
-                        const upi_cuda_attn_run run = a.runs[query < a.queries ? query : a.queries - 1];
-                        const int low = run.first - n * KEYS - lane % 4 * 2;
-                        const int high = run.end - n * KEYS - lane % 4 * 2;
-                        UPI_UNROLL
-                        for (int j = 0; j < KEYS / 8; ++j) {
-                            if (j * 8 < low || j * 8 >= high) s[m][j][2 * half] = -INFINITY;
-                            if (j * 8 + 1 < low || j * 8 + 1 >= high) s[m][j][2 * half + 1] = -INFINITY;
-                        }
-                    }
-                }
-            }
-            if (!MASKED && n >= whole) {
-                UPI_UNROLL
-                for (int m = 0; m < TILES; ++m) {
-                    UPI_UNROLL
-                    for (int half = 0; half < 2; ++half) {
-                        const int far = sight + m * 16 + half * 8;
-                        const int last = (far < end ? far : end) - (n - whole) * KEYS;
-                        UPI_UNROLL
-                        for (int j = 0; j < KEYS / 8; ++j) {
-                            if (j * 8 > last) s[m][j][2 * half] = -INFINITY;
-                            if (j * 8 + 1 > last) s[m][j][2 * half + 1] = -INFINITY;
-                        }
-                    }
-                }
-            }
-
-            UPI_UNROLL
-            for (int m = 0; m < TILES; ++m) {
-                UPI_UNROLL
-                for (int half = 0; half < 2; ++half) {
-                    float most = -INFINITY;
-                    UPI_UNROLL
-                    for (int j = 0; j < KEYS / 8; ++j)
-                        most = fmaxf(most, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
-                    rises |= most > top[m][half];
-                }
-            }
-            if (__any_sync(0xffffffffu, rises)) {
-                UPI_UNROLL
-                for (int m = 0; m < TILES; ++m) {
-                    UPI_UNROLL
-                    for (int half = 0; half < 2; ++half) {
-                        float most = -INFINITY, fold;
-                        UPI_UNROLL
-                        for (int j = 0; j < KEYS / 8; ++j)
-                            most = fmaxf(most, fmaxf(s[m][j][2 * half], s[m][j][2 * half + 1]));
-                        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-                        if (!(most > top[m][half])) continue;
-                        fold = upi_exp2((top[m][half] - most) * a.rate);
-                        top[m][half] = most;
-                        sum[m][half] *= fold;
-                        UPI_UNROLL
-                        for (int i = 0; i < D / 8; ++i) {
-                            o[m][i][2 * half] *= fold;
-                            o[m][i][2 * half + 1] *= fold;
-                        }
-                    }
-                }
-            }
-            UPI_UNROLL
-            for (int m = 0; m < TILES; ++m) {
-                UPI_UNROLL
-                for (int j = 0; j < KEYS / 8; ++j) {
-                    UPI_UNROLL
-                    for (int half = 0; half < 2; ++half) {
-                        const float from = top[m][half] == -INFINITY ? 0 : top[m][half];
-                        const float x = upi_exp2((s[m][j][2 * half] - from) * a.rate);
-                        const float y = upi_exp2((s[m][j][2 * half + 1] - from) * a.rate);
-                        sum[m][half] += x;
-                        sum[m][half] += y;
-                        p[m][j / 2][j % 2 * 2 + half] = upi_pack_bf16(x, y);
-                    }
-                }
-            }
+        if (sees) {
+            float s[shape::TILES][shape::KEYS / 2];
+            upi_cuda_attn_fwd_scores<D>(s, x, at);
+            upi_cuda_attn_fwd_hide<D, MASKED>(s, a, x, n);
+            upi_cuda_attn_fwd_weigh<D>(rows, p, s, a.rate);
         }
 
-        at = at == ring + 2 * slot ? ring : at + slot;
+        at = upi_cuda_attn_fwd_after<D>(at, x.ring);
         upi_copy_wait<1>();
         __syncthreads(); /* V is there, and every warp is through with K */
         if (n + 1 < tiles)
-            upi_cuda_attn_load<D, KEYS, THREADS>(upi_cuda_attn_fwd_before<D>(at, ring), aside->v, a.v_stride,
-                                                 (int64_t)(n + 1) * KEYS, a.keys, MASKED ? a.v_dim : a.d);
+            upi_cuda_attn_fwd_load<D>(upi_cuda_attn_fwd_before<D>(at, x.ring), aside->v, a.v_stride, n + 1, a,
+                                      MASKED ? a.v_dim : a.d);
         upi_copy_commit();
-        if (n < seen_end && n >= seen.first) {
-            UPI_UNROLL
-            for (int j = 0; j < KEYS / 16; ++j) {
-                UPI_UNROLL
-                for (int i = 0; i < D / 8; i += 2) {
-                    uint32_t y[4];
-                    upi_load_matrix4_trans(y, upi_cuda_attn_chunk(at + mine, i) + j * 16 * ROW);
-                    UPI_UNROLL
-                    for (int m = 0; m < TILES; ++m) {
-                        upi_mma(o[m][i], p[m][j], y);
-                        upi_mma(o[m][i + 1], p[m][j], y + 2);
-                    }
-                }
-            }
-        }
-        at = at == ring + 2 * slot ? ring : at + slot;
+        if (sees) upi_cuda_attn_fwd_values<D>(rows.o, p, at + x.mine);
+        at = upi_cuda_attn_fwd_after<D>(at, x.ring);
     }
-
     __syncwarp(); /* every lane is through with the warp's rows of Q, where o goes on its way */
-    UPI_UNROLL
-    for (int m = 0; m < TILES; ++m) {
-        UPI_UNROLL
-        for (int half = 0; half < 2; ++half) {
-            const int row = row0 + m * 16 + lane / 4 + half * 8;
-            const int64_t query = q0 + row;
-            const int real = query < a.queries;
-            float *at_lse = a.lse + query * a.lse_stride + head * a.lse_head;
-            float all = sum[m][half], lse, weight, keep = 0;
-            all += __shfl_xor_sync(0xffffffffu, all, 1);
-            all += __shfl_xor_sync(0xffffffffu, all, 2);
-            weight = all == 0 ? 0 : 1 / all; /* not `all > 0`: a NaN must come out as one */
-            lse = all == 0 ? -INFINITY : fmaf(top[m][half], a.scale, logf(all));
-            if (a.sinks != NULL)
-                upi_cuda_attn_add_sink(a.sinks[head], top[m][half] * a.scale, all, &lse, &weight);
-            if (a.merge) {
-                const float old = real ? *at_lse : -INFINITY, most = fmaxf(old, lse);
-                const float from = most == -INFINITY ? 0 : most;
-                const float e_old = expf(old - from), e_new = expf(lse - from), both = e_old + e_new;
-                lse = both == 0 ? -INFINITY : from + logf(both);
-                weight = both == 0 ? 0 : weight * (e_new / both);
-                /* 0 for a row that had seen nothing: what is in o is then not even read */
-                keep = old == -INFINITY ? 0 : e_old / both;
-                __syncwarp(); /* a quad reads before its first lane writes */
-            }
-            if (real && lane % 4 == 0) *at_lse = lse;
-            UPI_UNROLL
-            for (int i = 0; i < D / 8; ++i) {
-                const int column = i * 8 + lane % 4 * 2;
-                const int64_t to = query * a.o_stride + head * a.o_head + column;
-                upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
-                float x = o[m][i][2 * half] * weight, y = o[m][i][2 * half + 1] * weight;
-                if (a.merge && keep != 0 && real && i * 8 < a.v_dim) {
-                    if (a.wide) {
-                        x = fmaf(keep, pair->x, x);
-                        y = fmaf(keep, pair->y, y);
-                    } else {
-                        const uint32_t old = *(const uint32_t *)((const upi_bf16 *)a.o + to);
-                        x = fmaf(keep, upi_from_bf16((upi_bf16)(old & 0xffff)), x);
-                        y = fmaf(keep, upi_from_bf16((upi_bf16)(old >> 16)), y);
-                    }
-                }
-                if (a.wide && real && i * 8 < a.v_dim) pair->x = x, pair->y = y;
-                if (!a.wide)
-                    *(uint32_t *)(shared + upi_cuda_attn_at<D>(row, i) + lane % 4 * 4) = upi_pack_bf16(x, y);
-            }
-        }
-    }
+    upi_cuda_attn_fwd_output<D>(a, x, rows, shared);
     if (a.wide) return;
     __syncwarp();
-    {
-        const int chunks = upi_cuda_attn_row<D>::COLUMNS / 8, stride = 32 / chunks;
-        const int c = lane % chunks, r = row0 + lane / chunks;
-        upi_bf16 *to = (upi_bf16 *)a.o + (q0 + r) * a.o_stride + head * a.o_head + c * 8;
-        UPI_UNROLL
-        for (int i = 0; i < TILES * 16; i += stride, to += stride * a.o_stride)
-            if (q0 + r + i < a.queries && c * 8 < a.v_dim)
-                *(upi_cuda_attn_chunk16 *)to =
-                    *(const upi_cuda_attn_chunk16 *)(shared + upi_cuda_attn_at<D>(r + i, c));
-    }
+    upi_cuda_attn_fwd_store<D>(a, x, shared);
 }
 
 /* ---- host ---- */

@@ -1,5 +1,5 @@
 /* upipe_cuda_attn_fwd90.h -- attention forward with what Hopper added
- *                                                         backend cuda, includes cuda_attn_tile, hopper
+ *                                                         backend cuda, includes cuda_attn_step, hopper
  *
  * The same contract, numbers and masks as upipe_cuda_attn_fwd.h, for compute capability 9.0. One block a
  * processor, but for those of upipe_cuda.margin, stays for the whole call and takes blocks of queries from a list,
@@ -20,7 +20,7 @@
 #ifndef UPIPE_CUDA_ATTN_FWD90_H
 #define UPIPE_CUDA_ATTN_FWD90_H
 
-#include "upipe_cuda_attn_tile.h"
+#include "upipe_cuda_attn_step.h"
 #include "upipe_cuda_attn_watch.h"
 
 template <int D, int KEYS> struct upi_cuda_fwd90_shape {
@@ -244,50 +244,36 @@ template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_hide(float *s, const upi_cuda
         const int query = q0 + upi_cuda_fwd90_row() + half * 8;
         int low = 0, high = upi_cuda_attn_near(a.keys - (int64_t)n * KEYS, 1);
         if (a.runs != NULL) {
-            const upi_cuda_attn_run run = a.runs[query < a.queries ? query : a.queries - 1];
+            const upi_cuda_attn_run run = upi_cuda_attn_run_of(a.runs, query, a.queries);
             low = run.first - n * KEYS;
             high = run.end - n * KEYS;
         } else {
             const int sight = upi_cuda_attn_near(query + a.ahead + 1 - (int64_t)n * KEYS, a.causal);
             if (sight < high) high = sight;
         }
-        low -= column;
-        high -= column;
-        UPI_UNROLL
-        for (int j = 0; j < KEYS / 8; ++j) {
-            if (j * 8 < low || j * 8 >= high) s[4 * j + 2 * half] = -INFINITY;
-            if (j * 8 + 1 < low || j * 8 + 1 >= high) s[4 * j + 2 * half + 1] = -INFINITY;
-        }
+        upi_cuda_attn_hide<KEYS>(s, half, low - column, high - column);
     }
 }
 
-template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_cap(float *s, float squash)
-{
-    UPI_UNROLL
-    for (int j = 0; j < KEYS / 2; ++j) s[j] = tanhf(s[j] * squash);
-}
-
-/* s = 2^((s - from) rate), and sums of both columns. By one FMA; EXACT: by a difference first. */
+/* Scores of a row become weights; and sums of both columns. */
 template <int KEYS, int EXACT>
-UPI_DEVICE void upi_cuda_fwd90_exp(float *s, float from, float rate, float *x, float *y)
+UPI_DEVICE void upi_cuda_fwd90_exp(float *s, float base, float rate, float *x, float *y)
 {
-    const float minus = -from * rate;
     *x = *y = 0;
     UPI_UNROLL
     for (int j = 0; j < KEYS / 8; ++j) {
-        s[4 * j] = upi_exp2(EXACT ? (s[4 * j] - from) * rate : fmaf(s[4 * j], rate, minus));
-        s[4 * j + 1] = upi_exp2(EXACT ? (s[4 * j + 1] - from) * rate : fmaf(s[4 * j + 1], rate, minus));
+        s[4 * j] = upi_cuda_attn_weight<EXACT>(s[4 * j], base, rate);
+        s[4 * j + 1] = upi_cuda_attn_weight<EXACT>(s[4 * j + 1], base, rate);
         *x += s[4 * j];
         *y += s[4 * j + 1];
     }
 }
 
-/* Scores become weights: s = 2^((s - top) rate). fold: what older sums and values are multiplied with. One FMA
- * a weight is off by the rounding of top * rate: nothing to bf16, unless scores are huge. */
+/* Scores become weights: s = 2^((s - top) rate). fold: what older sums and values are multiplied with. */
 template <int KEYS>
 UPI_DEVICE void upi_cuda_fwd90_weigh(float *s, float *top, float *sum, float *fold, float rate)
 {
-    float from[2], x[2], y[2];
+    float base[2], x[2], y[2];
     UPI_UNROLL
     for (int half = 0; half < 2; ++half) {
         float most = top[half], more = -INFINITY;
@@ -296,22 +282,31 @@ UPI_DEVICE void upi_cuda_fwd90_weigh(float *s, float *top, float *sum, float *fo
             most = fmaxf(most, s[4 * j + 2 * half]);
             more = fmaxf(more, s[4 * j + 2 * half + 1]);
         }
-        most = fmaxf(most, more);
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-        from[half] = most == -INFINITY ? 0 : most;
-        fold[half] = upi_exp2((top[half] - from[half]) * rate);
+        most = upi_cuda_attn_quad_max(fmaxf(most, more));
+        base[half] = upi_cuda_attn_base(most);
+        fold[half] = upi_cuda_attn_weight<1>(top[half], base[half], rate);
         top[half] = most;
     }
-    if (__any_sync(0xffffffffu, upi_cuda_attn_huge(from[0] * rate) || upi_cuda_attn_huge(from[1] * rate))) {
-        upi_cuda_fwd90_exp<KEYS, 1>(s, from[0], rate, &x[0], &y[0]);
-        upi_cuda_fwd90_exp<KEYS, 1>(s + 2, from[1], rate, &x[1], &y[1]);
+    if (__any_sync(0xffffffffu, upi_cuda_attn_huge(base[0] * rate) || upi_cuda_attn_huge(base[1] * rate))) {
+        upi_cuda_fwd90_exp<KEYS, 1>(s, base[0], rate, &x[0], &y[0]);
+        upi_cuda_fwd90_exp<KEYS, 1>(s + 2, base[1], rate, &x[1], &y[1]);
     } else {
-        upi_cuda_fwd90_exp<KEYS, 0>(s, from[0], rate, &x[0], &y[0]);
-        upi_cuda_fwd90_exp<KEYS, 0>(s + 2, from[1], rate, &x[1], &y[1]);
+        upi_cuda_fwd90_exp<KEYS, 0>(s, base[0], rate, &x[0], &y[0]);
+        upi_cuda_fwd90_exp<KEYS, 0>(s + 2, base[1], rate, &x[1], &y[1]);
     }
     UPI_UNROLL
     for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], fold[half], x[half] + y[half]);
+}
+
+/* Scores of tile n, of the 64 queries from q0, become weights: soft-cap, masks, softmax. */
+template <int KEYS>
+UPI_DEVICE void upi_cuda_fwd90_softmax(float *s, float *top, float *sum, float *fold,
+                                       const upi_cuda_attn_args &a, const upi_cuda_attn_tiles &mine, int q0,
+                                       int n)
+{
+    if (a.squash != 0) upi_cuda_attn_cap<KEYS>(s, a.squash);
+    if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, a, q0, n);
+    upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, a.rate);
 }
 
 /* Weights as operands of the next product. */
@@ -321,43 +316,12 @@ template <int KEYS> UPI_DEVICE void upi_cuda_fwd90_pack(uint32_t *p, const float
     for (int i = 0; i < KEYS / 4; ++i) p[i] = upi_pack_bf16(s[2 * i], s[2 * i + 1]);
 }
 
-/* The end of a row: its lse goes out, with what was there if the call merges. `sum` is the quad's. Returns
- * what the row's values are multiplied with; *keep: what older ones are. */
-UPI_DEVICE float upi_cuda_fwd90_finish(const upi_cuda_attn_args &a, int head, int64_t query, float top,
-                                       float sum, float *keep)
-{
-    const int real = query < a.queries;
-    float *at_lse = a.lse + query * a.lse_stride + head * a.lse_head;
-    float weight = sum == 0 ? 0 : 1 / sum; /* not `sum > 0`: a NaN must come out as one */
-    float lse = sum == 0 ? -INFINITY : fmaf(top, a.scale, logf(sum));
-    *keep = 0;
-    if (a.sinks != NULL) upi_cuda_attn_add_sink(a.sinks[head], top * a.scale, sum, &lse, &weight);
-    if (a.merge) {
-        const float old = real ? *at_lse : -INFINITY, most = fmaxf(old, lse);
-        const float from = most == -INFINITY ? 0 : most;
-        const float e_old = expf(old - from), e_new = expf(lse - from), both = e_old + e_new;
-        lse = both == 0 ? -INFINITY : from + logf(both);
-        weight = both == 0 ? 0 : weight * (e_new / both);
-        *keep = old == -INFINITY ? 0 : e_old / both;
-        __syncwarp(); /* a quad reads before its first lane writes */
-    }
-    if (real && threadIdx.x % 4 == 0) *at_lse = lse;
-    return weight;
-}
-
 /* Two neighbours of a row of o, merged into what is there. */
 UPI_DEVICE void upi_cuda_fwd90_put(const upi_cuda_attn_args &a, int64_t to, float keep, float x, float y)
 {
     upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
     uint32_t *both = (uint32_t *)((upi_bf16 *)a.o + to);
-    if (keep != 0 && a.wide) { /* 0 for a row that had seen nothing: what is in o is then not even read */
-        x = fmaf(keep, pair->x, x);
-        y = fmaf(keep, pair->y, y);
-    } else if (keep != 0) {
-        const uint32_t old = *both;
-        x = fmaf(keep, upi_from_bf16((upi_bf16)(old & 0xffff)), x);
-        y = fmaf(keep, upi_from_bf16((upi_bf16)(old >> 16)), y);
-    }
+    if (keep != 0) upi_cuda_attn_add_older(&x, &y, keep, a.wide, pair, both);
     if (a.wide)
         pair->x = x, pair->y = y;
     else
@@ -378,14 +342,13 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
     float keep[2];
     UPI_UNROLL
     for (int half = 0; half < 2; ++half) {
-        float all = sum[half], weight;
-        all += __shfl_xor_sync(0xffffffffu, all, 1);
-        all += __shfl_xor_sync(0xffffffffu, all, 2);
-        weight = upi_cuda_fwd90_finish(a, item.head, first + half * 8, top[half], all, &keep[half]);
+        const upi_cuda_attn_end end = upi_cuda_attn_finish(a, item.head, first + half * 8, top[half],
+                                                           upi_cuda_attn_quad_sum(sum[half]));
+        keep[half] = end.keep;
         UPI_UNROLL
         for (int i = 0; i < D / 8; ++i) {
-            o[4 * i + 2 * half] *= weight;
-            o[4 * i + 2 * half + 1] *= weight;
+            o[4 * i + 2 * half] *= end.weight;
+            o[4 * i + 2 * half + 1] *= end.weight;
         }
     }
     if (!staged) {
@@ -423,6 +386,27 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
     }
 }
 
+/* Starts the scores of tile i when its keys are there, and it is the consumer's turn. */
+template <int D, int KEYS>
+UPI_DEVICE void upi_cuda_fwd90_begin_scores(float *s, uint32_t at_q, uint32_t base, uint32_t i, int my_turn)
+{
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    const uint32_t full = base + shape::AT_BARRIERS + UPI_FWD90_K_FULL;
+    upi_mbarrier_wait(upi_cuda_fwd90_slot(full, i), upi_cuda_fwd90_parity(i));
+    if (shape::IN_TURN) upi_barrier_sync(my_turn, 256);
+    upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
+}
+
+/* Starts the product with the values of tile i when they are there. */
+template <int D, int KEYS>
+UPI_DEVICE void upi_cuda_fwd90_begin_values(float *o, const uint32_t *p, uint32_t base, uint32_t i)
+{
+    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    const uint32_t full = base + shape::AT_BARRIERS + UPI_FWD90_V_FULL;
+    upi_mbarrier_wait(upi_cuda_fwd90_slot(full, i), upi_cuda_fwd90_parity(i));
+    upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + i % 2 * shape::TILE);
+}
+
 template <int D, int KEYS>
 UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t base, int group)
 {
@@ -447,29 +431,19 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
         if (item.tiles.first < item.tiles.end) {
             int n = item.tiles.end - 1;
             upi_mbarrier_wait(bars + UPI_FWD90_Q_FULL, q++ % 2);
-            upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i), upi_cuda_fwd90_parity(i));
-            if (shape::IN_TURN) upi_barrier_sync(my_turn, 256);
-            upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
+            upi_cuda_fwd90_begin_scores<D, KEYS>(s, at_q, base, i, my_turn);
             if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
             upi_wgmma_wait<0>();
             if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
-            if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
-            if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
-            upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
+            upi_cuda_fwd90_softmax<KEYS>(s, top, sum, fold, g.a, mine, q0, n);
             upi_cuda_fwd90_pack<KEYS>(p, s);
             for (--n, ++i; n >= item.tiles.first; --n, ++i) {
-                upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i), upi_cuda_fwd90_parity(i));
-                if (shape::IN_TURN) upi_barrier_sync(my_turn, 256);
-                upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
-                upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1),
-                                  upi_cuda_fwd90_parity(i - 1));
-                upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
+                upi_cuda_fwd90_begin_scores<D, KEYS>(s, at_q, base, i, my_turn);
+                upi_cuda_fwd90_begin_values<D, KEYS>(o, p, base, i - 1);
                 if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
                 upi_wgmma_wait<1>(); /* the scores are there */
                 if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
-                if (g.a.squash != 0) upi_cuda_fwd90_cap<KEYS>(s, g.a.squash);
-                if (n < mine.whole || n >= mine.whole_end) upi_cuda_fwd90_hide<KEYS>(s, g.a, q0, n);
-                upi_cuda_fwd90_weigh<KEYS>(s, top, sum, fold, g.a.rate);
+                upi_cuda_fwd90_softmax<KEYS>(s, top, sum, fold, g.a, mine, q0, n);
                 upi_computed_before(sum[0] + sum[1], base); /* the weights, under the values' product */
                 upi_wgmma_wait<0>();                        /* the values are, and p is free */
                 if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
@@ -480,9 +454,7 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
                 upi_cuda_fwd90_pack<KEYS>(p, s);
             }
             if (shape::O_APART && arrives) upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
-            upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1),
-                              upi_cuda_fwd90_parity(i - 1));
-            upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + (i - 1) % 2 * shape::TILE);
+            upi_cuda_fwd90_begin_values<D, KEYS>(o, p, base, i - 1);
             upi_wgmma_wait<0>();
             if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
         }

@@ -44,6 +44,12 @@ static_assert(sizeof(upi_cuda_attn_run) == UPI_CUDA_ATTN_RUN, "bytes of a row of
 
 /* ---- on the device ---- */
 
+/* What a row of the table sees; a row beyond the last sees what that one does. */
+UPI_DEVICE upi_cuda_attn_run upi_cuda_attn_run_of(const upi_cuda_attn_run *runs, int64_t row, int64_t rows)
+{
+    return runs[row < rows ? row : rows - 1];
+}
+
 /* What some of the `count` rows from `row` see, between them; of the table's `rows` rows at least one. */
 UPI_DEVICE upi_cuda_attn_run upi_cuda_attn_some(const upi_cuda_attn_run *runs, int64_t row, int count,
                                                 int64_t rows)
@@ -62,31 +68,6 @@ UPI_DEVICE upi_cuda_attn_run upi_cuda_attn_all(const upi_cuda_attn_run *runs, in
     x.first = runs[row + count < rows ? row + count - 1 : rows - 1].first;
     x.end = runs[row].end;
     return x;
-}
-
-/* Adds a score whose value is 0 to a row: `sum` weights of keys, measured from `score`, whose log-sum-exp is
- * *lse and whose o is multiplied with *weight. */
-UPI_DEVICE void upi_cuda_attn_add_sink(float sink, float score, float sum, float *lse, float *weight)
-{
-    const float base = fmaxf(score, sink), fold = expf(score - base);
-    const float both = fmaf(fold, sum, expf(sink - base));
-    if (sink == -INFINITY) return;
-    *weight = fold / both;
-    *lse = base + logf(both);
-}
-
-/* tanh x, as upi_fw_tanh, and *slope *= 1 - tanh^2, by e = exp(-2|x|): it loses no digits where tanh is near 1. */
-UPI_DEVICE float upi_cuda_attn_tanh(float x, float *slope)
-{
-    const float e = upi_exp2(fabsf(x) * -2.8853900817779268f), most = __fdividef(1, 1 + e), rest = e * most;
-    const float square = x * x;
-    float p = fmaf(1.762877250e-03f, square, -7.734463229e-03f);
-    *slope *= 4 * rest * most;
-    p = fmaf(p, square, 2.152135517e-02f);
-    p = fmaf(p, square, -5.391799249e-02f);
-    p = fmaf(p, square, 1.333306266e-01f);
-    p = fmaf(p, square, -3.333333094e-01f);
-    return fabsf(x) < 0.8f ? fmaf(p * square, x, x) : copysignf(most - rest, x);
 }
 
 /* ---- the tables ---- */
