@@ -116,7 +116,7 @@ def checked(source, calls, variables, *flags):
 
 def test_mask(folder):
     patched('mask', folder)
-    compiled('table.o', 'examples/common/cpu_table.c', '-c', '-DUPIPE_CPU_SCALAR')
+    compiled('table.o', 'upipe/cpu/upipe_cpu.c', '-c', '-DUPIPE_CPU_SCALAR')
     table = '-DUPIPE_CPU_DECLARE', 'table.o'
     checked('tests/test_attn_masks.c', """
     upipe_ops cuda;
