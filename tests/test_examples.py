@@ -24,14 +24,14 @@ CC = os.environ.get('CC', 'cc')
 KERNELS = 'cc -O2 -march=native -c upipe/cpu/upipe_cpu.c && '
 LINES = {'13_plug_attention.c': 200, '13_plug_cudnn.cpp': 250}  # at most; all others have fewer than 160
 AS_IT_IS = ['00_trainer.c', '10_threads.c', '16_scan.c'] # the others' commands differ in the name alone
-COMMON = {'08_nccl.c': ['common/rendezvous.h']}
+COMMON = {'01_plan.c': ['common/even_bytes.h'], '08_nccl.c': ['common/rendezvous.h']}
 WATCHED = 'clang -fsanitize=undefined -fno-sanitize-recover=all' # sees offsets from NULL, which gcc's does not
 
 
 def command_of(text):
-    """The first commands in the head, joined."""
-    lines = re.search(r'(?:^ \*     .*\n)+', text.split('*/')[0], re.M)
-    return ' && '.join(re.sub(r'\\\n \* +', '', lines.group()).replace(' *     ', '').splitlines()) if lines else ''
+    """The first command in the head, its lines joined."""
+    words = re.search(r'^ \*     (\S(?:.*\\\n \*         )*.*)$', text.split('*/')[0], re.M)
+    return re.sub(r'\\\n \* +', '', words.group(1)) if words else ''
 
 
 def run(name, command, compiler, table):
