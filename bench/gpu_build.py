@@ -29,7 +29,7 @@ MANIFEST = 'manifest.json'
 SOURCES = ('upipe', 'examples', 'tests', 'bench')  # whose files a pack depends on
 SUFFIXES = ('.h', '.c', '.cu', '.cpp', '.py', '.txt')
 WINDOW = 1 << 27  # bytes over which xz finds the kernels that every program has again
-C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA',
+C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O2', '-g1', '-Wall', '-DUPIPE_WITH_CUDA', '-DUPIPE_CPU_DECLARE',
            '-DUPIPE_SOURCE_ROOT="."']
 
 
@@ -145,28 +145,29 @@ class Plan:
 def plan(run, arch):
     made = Plan(run, arch)
     first, programs = device_tests()
-    table = made.kernel('09_cuda.o', 'examples/09_cuda.cu')
+    tables = [made.kernel('09_cuda.o', 'examples/09_cuda.cu'), made.unit('upipe_cpu', 'upipe/cpu/upipe_cpu.c')]
     for source in first:
         made.links[stem(source)] = [made.kernel(f'{stem(source)}.o', f'tests/cuda/{source}')]
     for source in ['bench/gpu.c', 'examples/compare/compare.c', 'examples/09_cuda.c',
                    *(f'tests/cuda/{name}' for name in programs)]:
         # the verdict's oracle is dense, and the device waits for it
-        made.links[stem(source)] = [made.unit(stem(source), source, ['-O3'] if source.endswith('verdict.c') else []), table]
+        made.links[stem(source)] = [made.unit(stem(source), source, ['-O3'] if source.endswith('verdict.c') else []),
+                                     *tables]
     if nccl():
-        made.links['08_nccl'] = [made.unit('08_nccl', 'examples/08_nccl.c'), table, f'-L{nccl()}',
+        made.links['08_nccl'] = [made.unit('08_nccl', 'examples/08_nccl.c'), *tables, f'-L{nccl()}',
                                  f'-Wl,-rpath,{nccl()}', '-lnccl']
     else:
         run.report('left out: 08_nccl, as NCCL is not installed')
     if jansson():
-        made.links['train'] = [made.unit('train', 'examples/llama/train.c'), table, *jansson()]
+        made.links['train'] = [made.unit('train', 'examples/llama/train.c'), *tables, *jansson()]
     else:
         run.report('left out: train, as jansson is not installed')
     headers = frontend(run.options)
     if headers:
         more = ['-lcudnn', '-lnvrtc']
         made.links['gpu_cudnn'] = [made.unit('gpu_cudnn', 'bench/gpu.c', ['-DWITH_CUDNN']),
-                                   made.host_cpp('cudnn.o', 'bench/gpu_cudnn.cpp', headers), table, *more]
-        made.links['13_plug_cudnn'] = [made.host_cpp('13_plug_cudnn.o', 'examples/13_plug_cudnn.cpp', headers), table,
+                                   made.host_cpp('cudnn.o', 'bench/gpu_cudnn.cpp', headers), *tables, *more]
+        made.links['13_plug_cudnn'] = [made.host_cpp('13_plug_cudnn.o', 'examples/13_plug_cudnn.cpp', headers), *tables,
                                        *more]
     else:
         run.report('left out: cuDNN beside ours, as it or cudnn-frontend is not installed')
@@ -194,7 +195,8 @@ def plan_serial(made):
     with open(header, 'w', encoding='utf-8') as out:
         out.write(text.replace(COMMIT, SERIAL))
     made.serial[path] = made.nvcc_command('examples/09_cuda.cu', path, top)
-    made.links['verdict_serial'] = [made.links['verdict'][0], path]
+    main, _, cpu = made.links['verdict']
+    made.links['verdict_serial'] = [main, path, cpu]
 
 
 def compile_all(run, jobs):

@@ -1,6 +1,7 @@
 /* 00_trainer.c -- the attention block in a trainer of four ranks. What does not begin with upipe_ is the trainer's own.
  *
- *     cc -O2 -march=native -I . examples/00_trainer.c -lm -pthread && ./a.out
+ *     cc -O2 -march=native -c upipe/cpu/upipe_cpu.c && \
+ *         cc -DUPIPE_CPU_DECLARE -I . examples/00_trainer.c upipe_cpu.o -lm -pthread && ./a.out
  */
 #include "upipe/net/upipe_net_threads_host.h" /* ranks as threads; needs POSIX clocks: include it first */
 #include "upipe/cpu/upipe_cpu.h"              /* the CPU's compute table */

@@ -84,7 +84,8 @@ if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "
         -Dexamples=enabled || die "meson setup failed"
     printf '%s\n' "$top" >"$build/made_of"
 fi
-quietly building meson compile -C "$build" || die "the build failed"
+# What runs below, and what the pages call.
+quietly building meson compile -C "$build" compare train logits upipe-plan || die "the build failed"
 echo "built in $(($(date +%s) - began)) s: $build/examples/compare and train"
 
 # ---- runs ----

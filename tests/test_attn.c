@@ -5,7 +5,7 @@
  * masks, and the oracle itself: test_attn_masks.c.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "lib/attn_cpu.h"
+#include "lib/attn_units.h"
 
 static void test_head_dims(void)
 {
@@ -341,8 +341,8 @@ static void test_refusals(void)
     void *work;
 
     valid_call(&g, UPIPE_F32, block, NULL, 0);
-    need_fwd = upi_cpu_attn_bytes(&cpu_ops, &g.a, 0);
-    need_bwd = upi_cpu_attn_bytes(&cpu_ops, &g.a, 1);
+    need_fwd = cpu_ops.attn_bytes(&cpu_ops, &g.a, 0);
+    need_bwd = cpu_ops.attn_bytes(&cpu_ops, &g.a, 1);
     work = aligned_alloc(64, need_bwd);
     if (work == NULL) exit(2);
 
@@ -415,23 +415,23 @@ static void test_scratch(void)
     upipe_ops ops = {0};
     valid_call(&g, UPIPE_F32, block, NULL, 0);
     g.a.q.d = g.a.v.d = 128;
-    fwd = upi_cpu_attn_bytes(NULL, &g.a, 0);
-    bwd = upi_cpu_attn_bytes(NULL, &g.a, 1);
+    fwd = cpu_ops.attn_bytes(NULL, &g.a, 0);
+    bwd = cpu_ops.attn_bytes(NULL, &g.a, 1);
     CHECK(fwd % 64 == 0 && fwd <= 400 * 1024 * (UPI_WIDE / 8));
     CHECK(bwd % 64 == 0 && bwd <= 600 * 1024 * (UPI_WIDE / 8));
     g.a.q.dtype = UPIPE_BF16;
     g.a.mask.causal = 1;
     g.a.q.n = 1 << 20, g.a.k.n = UPI_ATTN_SECTION;
-    CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 0), fwd);
-    CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 1), bwd);
+    CHECK_INT(cpu_ops.attn_bytes(NULL, &g.a, 0), fwd);
+    CHECK_INT(cpu_ops.attn_bytes(NULL, &g.a, 1), bwd);
     g.a.k.n = 1 << 20;
     fwd += (128 + 2) * UPI_ATTN_ROWS_FWD * sizeof(float);
     bwd += 128 * UPI_ATTN_ROWS_BWD * sizeof(float);
-    CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 0), fwd);
-    CHECK_INT(upi_cpu_attn_bytes(NULL, &g.a, 1), bwd);
+    CHECK_INT(cpu_ops.attn_bytes(NULL, &g.a, 0), fwd);
+    CHECK_INT(cpu_ops.attn_bytes(NULL, &g.a, 1), bwd);
     ops.par = &par; /* each worker its own, and in the backward eight bytes a block of 64 keys and group */
-    CHECK_INT(upi_cpu_attn_bytes(&ops, &g.a, 0), 3 * fwd);
-    CHECK_INT(upi_cpu_attn_bytes(&ops, &g.a, 1), 3 * bwd + (1 << 20) / 64 * 2 * 8);
+    CHECK_INT(cpu_ops.attn_bytes(&ops, &g.a, 0), 3 * fwd);
+    CHECK_INT(cpu_ops.attn_bytes(&ops, &g.a, 1), 3 * bwd + (1 << 20) / 64 * 2 * 8);
 }
 
 /* f32, which no unit takes, goes to the other kernels; the call that replaces the table's entries. */
@@ -444,9 +444,9 @@ static void test_unit_table(void)
     const upi_bf16_unit *const unit = attn_unit;
     values in = inputs_make(&t, UPIPE_F32, &r, 1), got = values_make(&t), want = values_make(&t);
     run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &got);
-    cpu_place(NULL);
+    cpu_place();
     run_kernels(&t, UPIPE_F32, PACKED, t.h, &in, &want);
-    cpu_place(unit);
+    unit_place(unit);
     check_same(&t, &got, &want);
     buffers_free(0);
     memset(&ops, 0, sizeof ops), memset(&err, 0, sizeof err);

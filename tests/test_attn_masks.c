@@ -6,7 +6,7 @@
  * all at once; the same bits on any threads; where NaNs show; refusals.
  */
 #define _POSIX_C_SOURCE 200809L
-#include "lib/attn_cpu.h"
+#include "lib/attn_units.h"
 
 /* ---- what a row sees ---- */
 
@@ -217,7 +217,7 @@ static void test_refusals(void)
     void *work;
 
     valid_call(&g, UPIPE_F32, block, NULL, 0);
-    need = upi_cpu_attn_bytes(&cpu_ops, &g.a, 1);
+    need = cpu_ops.attn_bytes(&cpu_ops, &g.a, 1);
     work = aligned_alloc(64, need);
     if (work == NULL) exit(2);
     for (int bit = 0; bit < 6; ++bit)
@@ -237,7 +237,7 @@ static void test_refusals(void)
                 CHECK_TEXT(c->err.text, "this table");
                 CHECK_TEXT(c->err.text, names[bit]);
             }
-    cpu_place(NULL);
+    cpu_place();
 #define REFUSED(change, word)                                                \
     do {                                                                     \
         valid_call(&g, UPIPE_F32, block, work, need);                        \

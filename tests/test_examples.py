@@ -21,9 +21,10 @@ from checks import check, end  # pylint: disable=wrong-import-position
 TOP, TABLE = (os.path.abspath(path) for path in sys.argv[1:3])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 CC = os.environ.get('CC', 'cc')
+KERNELS = 'cc -O2 -march=native -c upipe/cpu/upipe_cpu.c && '
 LINES = {'13_plug_attention.c': 200, '13_plug_cudnn.cpp': 250}  # at most; all others have fewer than 160
 AS_IT_IS = ['00_trainer.c', '10_threads.c', '16_scan.c'] # the others' commands differ in the name alone
-COMMON = {'08_nccl.c': ['common/rendezvous.h']}
+COMMON = {'01_plan.c': ['common/even_bytes.h'], '08_nccl.c': ['common/rendezvous.h']}
 WATCHED = 'clang -fsanitize=undefined -fno-sanitize-recover=all' # sees offsets from NULL, which gcc's does not
 
 
@@ -36,11 +37,12 @@ def command_of(text):
 def run(name, command, compiler, table):
     """In a folder of its own, which has the headers and the example."""
     if table:
+        command = command.removeprefix(KERNELS).replace('upipe_cpu.o', shlex.quote(table))
         command = re.sub(r'-O2 -march=native(.*\.c)', lambda words: f'-DUPIPE_CPU_DECLARE{words.group(1)} {shlex.quote(table)}', command)
     with tempfile.TemporaryDirectory() as folder:
         for part in 'upipe', 'examples':
             os.symlink(os.path.join(TOP, part), os.path.join(folder, part))
-        done = subprocess.run(['sh', '-c', re.sub(r'^cc ', lambda _: compiler + ' ', command)], cwd=folder, capture_output=True, text=True,
+        done = subprocess.run(['sh', '-c', re.sub(r'(?<![^ ])cc (?=-)', lambda _: compiler + ' ', command)], cwd=folder, capture_output=True, text=True,
                               timeout=300, check=False)
         check(done.returncode == 0 and done.stdout != '' and done.stderr == '',
               f'{name}: {command}: {done.returncode}: {done.stdout[-200:]}{done.stderr[-500:]}')
@@ -54,7 +56,7 @@ def run_all(host):
         if FULL and shutil.which('clang'):
             table = os.path.join(folder, 'table.o')
             subprocess.run([*shlex.split(WATCHED), '-march=native', '-D_GNU_SOURCE', '-I' + TOP, '-c',
-                            os.path.join(TOP, 'examples', 'common', 'cpu_table.c'), '-o', table], check=True)
+                            os.path.join(TOP, 'upipe', 'cpu', 'upipe_cpu.c'), '-o', table], check=True)
             runs += [pool.submit(run, name, command, WATCHED, table) for name, command in host.items()]
         for one in runs:
             one.result()

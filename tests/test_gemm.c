@@ -6,6 +6,7 @@
  */
 #include "lib/gemm.h"
 
+#include "upipe/cpu/upipe_cpu.h"
 #include "upipe/cpu/upipe_cpu_gemm.h"
 #include "examples/common/pool.h"
 #ifdef UPIPE_WITH_CBLAS
@@ -72,8 +73,7 @@ static void run_backwards(void *self, int32_t count, void (*task)(void *arg, int
 
 static void teams_init(void)
 {
-    alone.gemm = upi_cpu_gemm;
-    alone.gemm_bytes = upi_cpu_gemm_bytes;
+    upipe_cpu_ops(&alone);
 #ifdef UPIPE_WITH_CBLAS
     blas = alone;
     blas.gemm = upi_cblas_gemm;
@@ -104,7 +104,7 @@ static void teams_free(void)
 
 static void run(const upipe_ops *ops, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
-    size_t bytes = upi_cpu_gemm_bytes(ops, out, a, b, flags);
+    size_t bytes = alone.gemm_bytes(ops, out, a, b, flags);
     void *work = aligned_alloc(64, bytes == 0 ? 64 : bytes);
     upipe_ctx c = {.ops = ops};
     memset(work, 0xff, bytes);
@@ -281,11 +281,11 @@ static void check_bytes(void)
             upipe_view wide = upipe_view_packed(NULL, type, 300, 1, size);
             upipe_view deep = upipe_view_packed(NULL, type, 300, 1, 300);
             upipe_view other = upipe_view_packed(NULL, UPIPE_F32, 300, 1, 700), c;
-            size_t rows = upi_cpu_gemm_bytes(ops, tall, a, other, UPIPE_GEMM_TRANS_B);
-            size_t cols = upi_cpu_gemm_bytes(ops, wide, other, b, UPIPE_GEMM_TRANS_B), depth;
+            size_t rows = alone.gemm_bytes(ops, tall, a, other, UPIPE_GEMM_TRANS_B);
+            size_t cols = alone.gemm_bytes(ops, wide, other, b, UPIPE_GEMM_TRANS_B), depth;
             other.d = size;
             c = other;
-            depth = upi_cpu_gemm_bytes(ops, deep, other, c, UPIPE_GEMM_TRANS_B);
+            depth = alone.gemm_bytes(ops, deep, other, c, UPIPE_GEMM_TRANS_B);
             CHECK_SAY(rows >= before_rows && cols >= before_cols && depth >= before_depth && rows <= most &&
                           cols <= most && depth <= most,
                       "size %d: %zu, %zu, %zu bytes, after %zu, %zu, %zu", size, rows, cols, depth,
@@ -311,7 +311,7 @@ static void check_bytes_added(void)
                 a = upipe_view_packed(NULL, UPIPE_F32, size, 1, 300);
                 a.h = 10, a.h_stride = a.n * a.n_stride;
             }
-            bytes = upi_cpu_gemm_bytes(&alone, out, a, a, flags[which]);
+            bytes = alone.gemm_bytes(&alone, out, a, a, flags[which]);
             CHECK_SAY(bytes >= before, "added, depth %d: %zu bytes, after %zu", size, bytes, before);
             before = bytes;
         }
@@ -335,14 +335,14 @@ static void check_statuses(const upipe_ops *ops)
     upipe_view out = upipe_view_packed(buf, UPIPE_F32, 3, 1, 4),
                a = upipe_view_packed(buf, UPIPE_F32, 3, 1, 5);
     upipe_view b = upipe_view_packed(buf, UPIPE_F32, 5, 1, 4), v;
-    size_t need = upi_cpu_gemm_bytes(&alone, out, a, b, 0);
+    size_t need = alone.gemm_bytes(&alone, out, a, b, 0);
     upipe_ctx c = {.ops = ops};
     CHECK(need > 0 && need <= ENOUGH);
     check_gemm_statuses(&c, work, ENOUGH);
-    CHECK_INT(upi_cpu_gemm_bytes(&alone, (v = out, v.h = 0, v), a, b, 0), 0);
-    CHECK_REFUSED(upi_cpu_gemm(&c, out, a, b, 0, work, need - 1), UPIPE_ERR_ARG, c.err, "bytes of scratch");
-    CHECK_REFUSED(upi_cpu_gemm(&c, out, a, b, 0, NULL, need), UPIPE_ERR_ARG, c.err, "bytes of scratch");
-    CHECK_REFUSED(upi_cpu_gemm(&c, out, a, b, 0, work + 4, ENOUGH - 64), UPIPE_ERR_ARG, c.err,
+    CHECK_INT(alone.gemm_bytes(&alone, (v = out, v.h = 0, v), a, b, 0), 0);
+    CHECK_REFUSED(alone.gemm(&c, out, a, b, 0, work, need - 1), UPIPE_ERR_ARG, c.err, "bytes of scratch");
+    CHECK_REFUSED(alone.gemm(&c, out, a, b, 0, NULL, need), UPIPE_ERR_ARG, c.err, "bytes of scratch");
+    CHECK_REFUSED(alone.gemm(&c, out, a, b, 0, work + 4, ENOUGH - 64), UPIPE_ERR_ARG, c.err,
                   "multiple of 64");
     CHECK_STATUS(ops->gemm(&c, out, a, b, 0, work, need), UPIPE_OK, c.err);
     free(work);
@@ -352,8 +352,8 @@ int main(int argc, char **argv)
 {
     test_rng r;
     r.state = (uint64_t)test_env("UPIPE_SEED", 1);
-    printf("test_gemm: %s, seed %llu\n", upi_cpu_simd_name(), (unsigned long long)r.state);
     teams_init();
+    printf("test_gemm: %s, seed %llu\n", alone.name, (unsigned long long)r.state);
     test_begin(argc, argv);
     TEST(check_tails(&r));
     TEST(check_blocks(&r));

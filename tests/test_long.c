@@ -119,7 +119,7 @@ static void check_loss(int64_t rows, int64_t dim, int64_t vocab)
 
 int main(int argc, char **argv)
 {
-    cpu_place(NULL);
+    cpu_place();
     test_begin(argc, argv);
     TEST(test_attention());
     TEST(test_products());

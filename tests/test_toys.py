@@ -116,7 +116,7 @@ def checked(source, calls, variables, *flags):
 
 def test_mask(folder):
     patched('mask', folder)
-    compiled('table.o', 'examples/common/cpu_table.c', '-c', '-DUPIPE_CPU_SCALAR')
+    compiled('table.o', 'upipe/cpu/upipe_cpu.c', '-c', '-DUPIPE_CPU_SCALAR')
     table = '-DUPIPE_CPU_DECLARE', 'table.o'
     checked('tests/test_attn_masks.c', """
     upipe_ops cuda;
@@ -124,8 +124,8 @@ def test_mask(folder):
     upipe_attn a = {.mask.block = 4};
     upipe_cuda_plan_ops(&cuda);
     CHECK_REFUSED(upipe_attn_check_can(&c, &a, 0), UPIPE_ERR_UNSUPPORTED, c.err, "cuda does not know block-local attention yet");
-    cpu_place(NULL), test_sight(), test_refusals();
-    return test_end("masks");""", {}, '-DUPIPE_CPU_SCALAR', '-include', 'upipe/cuda/upipe_cuda_bytes.h')
+    cpu_place(), test_sight(), test_refusals();
+    return test_end("masks");""", {}, *table, '-DUPIPE_CPU_SCALAR', '-include', 'upipe/cuda/upipe_cuda_bytes.h')
     checked('tests/test_plan.c', 'test_rings(); return test_end("plan");', {}, *table)
     checked('tests/test_dry.c', 'test_pairs(); return test_end("dry");', {'UPIPE_DRAWS': 2000}, *table)
     checked('tests/test_mistakes.c', 'return all_of_them(argc, argv);', {}, *table)

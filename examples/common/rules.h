@@ -1,5 +1,5 @@
-/* rules.h -- the rules of linear attention of a device, of the units with its kernels where a program has them (cpu_table.c,
- * 09_cuda.cu)
+/* rules.h -- the rules of linear attention of a device, of the units with its kernels where a program has them
+ * (upipe_cpu.c, 09_cuda.cu)
  *
  *     upipe_linear_ops rules;
  *     rules_of(DEVICE_CUDA, &rules);

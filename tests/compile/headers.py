@@ -65,10 +65,10 @@ NCCL_PLACES = ['/usr/include', '/usr/local/include', '/usr/local/cuda/include']
 
 FIRST = '{includes}{includes}int second(void);\nint main(void)\n{{\n    return second();\n}}\n'
 SECOND = '{includes}int second(void);\nint second(void)\n{{\n    return 0;\n}}\n'
-# Units of a build with -DUPIPE_CPU_DECLARE: compiler, language, name, what stands before the header and what after it.
+# Units of a build with -DUPIPE_CPU_DECLARE: compiler, language, name, what it includes and what follows.
 APART = [
-    ('g++', '-std=c++17', 'table.cpp', '#define UPIPE_CPU_DEFINE\n', ''),
-    ('gcc', '-std=c11', 'main.c', '',
+    ('g++', '-std=c++17', 'table.cpp', 'upipe_cpu.c', ''),
+    ('gcc', '-std=c11', 'main.c', 'upipe_cpu.h',
      'int main(void)\n{\n    upipe_ops ops;\n    upipe_cpu_ops(&ops);\n    return ops.gemm == NULL;\n}\n'),
 ]
 
@@ -127,10 +127,10 @@ def compile_apart(label, top):
     """The CPU table in a C++ unit, used by a C unit that only declares it."""
     with tempfile.TemporaryDirectory() as folder:
         objects = []
-        for compiler, standard, name, before, after in APART:
+        for compiler, standard, name, included, after in APART:
             unit = os.path.join(folder, name)
             with open(unit, 'w', encoding='utf-8') as out:
-                out.write(f'{before}#include "upipe/cpu/upipe_cpu.h"\n{after}')
+                out.write(f'#include "upipe/cpu/{included}"\n{after}')
             objects.append(unit + '.o')
             ok, said = run([compiler, standard, *WARNINGS, *DROP_UNUSED, *PLAIN, '-DUPIPE_CPU_DECLARE', '-I', top, '-c', unit,
                             '-o', unit + '.o'])
@@ -271,7 +271,7 @@ def host_jobs(headers, flags_of, top):
             # optimized, and not read alone: g++ 12 warns of its own header where intrinsics are inlined
             jobs.append((compile_refused, 'C++17, g++: kernels of AVX-512', compiler,
                          [*standard, *WARNINGS, '-O1', *PLAIN, *SIMD[' with AVX-512'][0], '-DUPIPE_CPU_DECLARE'], suffix,
-                         '#define UPIPE_CPU_DEFINE\n#include "upipe/cpu/upipe_cpu.h"\n', None, top))
+                         '#include "upipe/cpu/upipe_cpu.c"\n', None, top))
         for note, (flags, machines) in SIMD.items():
             if note and suffix == '.cpp' and re.match(machines, machine):
                 jobs.append((compile_one, f'{language}: all headers{note}', compiler,

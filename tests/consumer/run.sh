@@ -42,8 +42,8 @@ echo "as a subproject: $(cat "$scratch/said")"
 
 quiet meson setup "$scratch/library" "$top" --prefix="$scratch/prefix" -Dtests=disabled -Dexamples=disabled
 quiet meson install -C "$scratch/library"
-for header in $(cd "$top" && find upipe -name '*.h'); do
-    quiet cmp "$top/$header" "$scratch/prefix/include/$header"
+for file in $(cd "$top" && find upipe -type f); do
+    quiet cmp "$top/$file" "$scratch/prefix/include/$file"
 done
 PKG_CONFIG_PATH=$scratch/prefix/share/pkgconfig
 export PKG_CONFIG_PATH

@@ -1,6 +1,6 @@
 /* attn.h -- attention problems for any table's kernels: made, run in any layout, and held to the oracle
  *
- *     cpu_place(NULL);                                                     or another place's: here
+ *     cpu_place();                                                         or another place's: here
  *     oracle_attn t = shape(sq, sk, h, hkv, d, causal, q_pos, k_pos);      masks: its other fields
  *     values in = inputs_make(&t, UPIPE_BF16, &r, 1);
  *     check_case(&t, UPIPE_BF16, GAPS, &in);

@@ -11,8 +11,8 @@
  * A call runs on the thread that makes it, start to end, and on the host's others if ops.par says so; it uses
  * neither ctx->stream nor memory of its own. Ranks that share the table run side by side.
  *
- * The kernels are most of what a compiler has to do. A program of several units compiles them in one, that
- * defines UPIPE_CPU_DEFINE before it includes this, and has the others define UPIPE_CPU_DECLARE: there
+ * The kernels are most of what a compiler has to do. A program of several units compiles them in one, upipe_cpu.c,
+ * which defines UPIPE_CPU_DEFINE before it includes this, and has the others define UPIPE_CPU_DECLARE: there
  * upipe_cpu_ops is a declaration, with C linkage, and nothing else is. With neither, every unit has its own;
  * with both, it defines. The same holds of upipe_cpu_linear.h, which the unit with the kernels includes too.
  */
