@@ -24,7 +24,7 @@ CC = os.environ.get('CC', 'cc')
 KERNELS = 'cc -O2 -march=native -c upipe/cpu/upipe_cpu.c && '
 LINES = {'13_plug_attention.c': 200, '13_plug_cudnn.cpp': 250}  # at most; all others have fewer than 160
 AS_IT_IS = ['00_trainer.c', '10_threads.c', '16_scan.c'] # the others' commands differ in the name alone
-COMMON = {'01_plan.c': ['common/even_bytes.h'], '08_nccl.c': ['common/rendezvous.h']}
+COMMON = {'08_nccl.c': ['common/rendezvous.h']}
 WATCHED = 'clang -fsanitize=undefined -fno-sanitize-recover=all' # sees offsets from NULL, which gcc's does not
 
 
