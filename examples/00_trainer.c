@@ -3,8 +3,8 @@
  *     cc -O2 -march=native -c upipe/cpu/upipe_cpu.c && \
  *         cc -DUPIPE_CPU_DECLARE -I . examples/00_trainer.c upipe_cpu.o -lm -pthread && ./a.out
  */
-#include "upipe/net/upipe_net_threads_host.h" /* ranks as threads; needs POSIX clocks: include it first */
-#include "upipe/cpu/upipe_cpu.h"              /* the CPU's compute table */
+#include "upipe/net/upipe_net_threads_session.h" /* ranks as threads; needs POSIX clocks: include it first */
+#include "upipe/cpu/upipe_cpu.h"                 /* the CPU's compute table */
 #include "upipe/upipe.h"
 
 enum {
@@ -69,13 +69,13 @@ static upipe_layer block(const trainer *t, const upipe_plan *plan)
 }
 
 /* A dry run of the real code says how large a rank's slab must be. */
-static upipe_status dry_main(void *user, upipe_host *h)
+static upipe_status dry_main(void *user, upipe_session *h)
 {
     const upipe_layer layer = block((const trainer *)user, &h->plan);
     return upipe_dry_block(&h->dry, &layer, 1);
 }
 
-static upipe_status rank_main(void *user, upipe_host *h)
+static upipe_status rank_main(void *user, upipe_session *h)
 {
     trainer *t = (trainer *)user;
     const upipe_layer layer = block(t, &h->plan);
@@ -90,7 +90,7 @@ static upipe_status rank_main(void *user, upipe_host *h)
 int main(void)
 {
     static trainer t; /* zeros, as every struct begins */
-    upipe_host_desc desc = {0};
+    upipe_session_desc desc = {0};
     upipe_ops ops;
     upipe_err err;
     for (int i = 0; i < WEIGHTS; ++i) t.weights[i] = (float)(i * 37 % 101 - 50) / 400;
@@ -99,7 +99,7 @@ int main(void)
     desc.plan.head_dim = DIM; /* plan.chunk = 0: UPipe with the smallest chunk; = heads: Ulysses */
     desc.dry = dry_main, desc.user = &t;
     upipe_cpu_ops(&ops);
-    if (upipe_threads_hosts(&desc, &ops, 0, rank_main, &err)) return fprintf(stderr, "%s\n", err.text), 1;
+    if (upipe_threads_sessions(&desc, &ops, 0, rank_main, &err)) return fprintf(stderr, "%s\n", err.text), 1;
     printf("a peak of %zu bytes, as planned; gradients of wq begin with %g\n", t.peak, (double)t.grads[0][0]);
     return fflush(stdout) != 0;
 }

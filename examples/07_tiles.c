@@ -27,9 +27,9 @@ static double pass(upipe_ctx *c, tensors *t, weights *grad, size_t tile_bytes)
     upipe_view x = upipe_view_packed(t->x, UPIPE_F32, ROWS, 1, DIM);
     upipe_view y = upipe_view_packed(t->stream, UPIPE_F32, ROWS, 1, DIM);
     upipe_mlp mlp = {0};
-    upipe_head head = {0};
+    upipe_loss head = {0};
     upipe_mlp_grads mlp_grads = {grad->gate, grad->up, grad->down, grad->norm_weight, NULL};
-    upipe_head_grads head_grads = {grad->table, NULL};
+    upipe_loss_grads head_grads = {grad->table, NULL};
     double sum = 0;
     mlp.w_gate = w->gate, mlp.w_up = w->up, mlp.w_down = w->down, mlp.hidden = HIDDEN;
     mlp.norm_weight = w->norm_weight, mlp.norm_eps = 1e-5f, mlp.residual = 1, mlp.tile_bytes = tile_bytes;

@@ -151,7 +151,7 @@ int main(void)
         printf("%-24s slab of rank 0: %7zu bytes; sent to its team %6lld, to its ring %6lld\n",
                methods[i].name, all->slab_bytes[0],
                (long long)(upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1)),
-               (long long)(upipe_plan_sent_ring(p, &causal, 0) + upipe_plan_sent_ring(p, &causal, 1)));
+               (long long)(upipe_ring_sent(p, &causal, 0) + upipe_ring_sent(p, &causal, 1)));
         if (i > 0) printf("%-24s furthest from one rank: dX %.1e, dWq %.1e\n", "", dx, dw);
     }
     return fflush(stdout) != 0 || bad;

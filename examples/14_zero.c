@@ -68,7 +68,7 @@ static upipe_status rank_life(upipe_ctx *c, upipe_zero *z, shared *all)
     UPIPE_TRY(upipe_zero_check(c, z));
     UPIPE_TRY(upipe_alloc(c, &z->weights, (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * 4,
                           UPIPE_USE_WEIGHTS, "weights"));
-    UPIPE_TRY(upipe_alloc(c, &grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, UPIPE_USE_GRADIENTS,
+    UPIPE_TRY(upipe_alloc(c, &grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, UPIPE_USE_WEIGHT_GRAD,
                           "gradients"));
     z->grads = (float *)grads;
     for (i = 0; i < 2; ++i) {

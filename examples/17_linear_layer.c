@@ -54,7 +54,7 @@ static upipe_status step(upipe_ctx *c, const upipe_linear_layer *l, sequence *q,
     const upipe_view x = upipe_view_packed(q->x + first * MODEL, UPIPE_F32, n, 1, MODEL),
                      y = upipe_view_packed(q->y + first * MODEL, UPIPE_F32, n, 1, MODEL),
                      dx = upipe_view_packed(q->dx + first * MODEL, UPIPE_F32, n, 1, MODEL);
-    upipe_linear_saved saved;
+    upipe_linear_layer_saved saved;
     UPIPE_TRY(upipe_linear_layer_fwd(c, c->team, l, &saved, y, x, NULL));
     q->sent[c->team->rank] = c->team->sent_bytes;
     UPIPE_TRY(upipe_linear_layer_bwd(c, c->team, l, dx, &to, &saved, y, x, NULL));

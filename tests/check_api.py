@@ -24,7 +24,7 @@ are described in the same headers. The [glossary](glossary.md) explains the word
 `check_api.py . --print > docs/api.md` (in `tests`) prints this page.
 """
 # Headers that users include come first; what stands in a folder follows them.
-FOLDERS = ('', 'plan', 'stage', 'tile', 'ring', 'qkv', 'fpdt', 'zero', 'scan', 'linear', 'dry', 'cpu', 'cuda', 'net')
+FOLDERS = ('', 'cpu', 'cuda', 'net')
 BETWEEN = re.compile(r'(?:#[^\n]*|extern "C" \{|template <[^\n]*>)\s*$')
 
 
@@ -53,7 +53,7 @@ def sentence(comment, name=''):
 
 def page(top, report):
     text = TITLE
-    headers = [name for name in list_files(top) if name.startswith('upipe/') and name.endswith('.h')]
+    headers = [name for name in list_files(top) if name.endswith('.h') and os.path.dirname(name)[len('upipe/'):] in FOLDERS and name.startswith('upipe/')]
     headers.sort(key=lambda name: (FOLDERS.index(os.path.dirname(name)[len('upipe/'):]), name))
     for header in headers:
         source = read_text(os.path.join(top, header))

@@ -85,7 +85,7 @@ static upipe_status all_to_all_body(void *user, int rank)
     UPIPE_TRY(upipe_plan_init(p, &desc, &c.err));
     c.ops = &w->ops;
     c.team = upipe_threads_comm(&w->team, rank);
-    mine = upipe_plan_tokens(p, rank, &first);
+    mine = upi_plan_tokens(p, rank, &first);
     CHECK_INT(mine, p->local);
     buf = (size_t)(p->team_tokens * desc.batch * 2 * desc.heads + SPARE) * each; /* enough for all */
     send = (int64_t *)buffer(buf);
@@ -316,20 +316,20 @@ static void test_slots(void)
     upipe_err e;
     void *p;
     upipe_slots_init(&s, buf, 10, 4, UPIPE_SLOT_EMPTY);
-    CHECK_STATUS(upipe_slot_lend(&s, 2, &p, &e), UPIPE_OK, e);
+    CHECK_STATUS(upi_slot_lend(&s, 2, &p, &e), UPIPE_OK, e);
     CHECK(p == (void *)(buf + 20));
-    CHECK_REFUSED(upipe_slot_lend(&s, 2, &p, &e), UPIPE_ERR_ARG, e, "slot 2 is lent, not empty");
+    CHECK_REFUSED(upi_slot_lend(&s, 2, &p, &e), UPIPE_ERR_ARG, e, "slot 2 is lent, not empty");
     CHECK(p == NULL);
-    CHECK_STATUS(upipe_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e);
-    CHECK_STATUS(upipe_slot_fill(&s, 2, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_slot_fill(&s, 2, &e), UPIPE_ERR_ARG, e);
-    CHECK_STATUS(upipe_slot_drain(&s, 2, &p, &e), UPIPE_OK, e);
+    CHECK_STATUS(upi_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upi_slot_fill(&s, 2, &e), UPIPE_OK, e);
+    CHECK_STATUS(upi_slot_fill(&s, 2, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upi_slot_drain(&s, 2, &p, &e), UPIPE_OK, e);
     CHECK(p == (void *)(buf + 20));
-    CHECK_REFUSED(upipe_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e, "slot 2 is empty, not full");
-    CHECK_REFUSED(upipe_slot_lend(&s, 4, &p, &e), UPIPE_ERR_ARG, e, "slot 4 of 4");
-    CHECK_STATUS(upipe_slot_lend(&s, -1, &p, &e), UPIPE_ERR_ARG, e);
+    CHECK_REFUSED(upi_slot_drain(&s, 2, &p, &e), UPIPE_ERR_ARG, e, "slot 2 is empty, not full");
+    CHECK_REFUSED(upi_slot_lend(&s, 4, &p, &e), UPIPE_ERR_ARG, e, "slot 4 of 4");
+    CHECK_STATUS(upi_slot_lend(&s, -1, &p, &e), UPIPE_ERR_ARG, e);
     upipe_slots_init(&s, buf, 10, 4, UPIPE_SLOT_FULL);
-    CHECK_STATUS(upipe_slot_drain(&s, 0, &p, &e), UPIPE_OK, e);
+    CHECK_STATUS(upi_slot_drain(&s, 0, &p, &e), UPIPE_OK, e);
 }
 
 int main(int argc, char **argv)

@@ -202,8 +202,8 @@ static void test_self(void)
     upipe_comm comm;
     upipe_comm_self_state buf;
     upipe_msg s[2] = {0};
-    upipe_fields fields = fields_of("tokens", 3);
-    static upipe_fields guarded[2];
+    upi_fields fields = fields_of("tokens", 3);
+    static upi_fields guarded[2];
     uint32_t from[12], to[12];
     int64_t mine[2] = {5, -7}, all[2] = {0, 0};
     upipe_ctx c = {0};
@@ -250,18 +250,18 @@ static void test_self(void)
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, mine, 2), UPIPE_OK, c.err);
     CHECK(all[0] == 5 && all[1] == -7);
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_OK, c.err);
+    CHECK_STATUS(upi_agree(&c, &comm, &fields), UPIPE_OK, c.err);
     fields.n = 0;
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upi_agree(&c, &comm, &fields), UPIPE_ERR_ARG, c.err);
     fields.n = UPIPE_ALL_GATHER_MAX + 1;
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upi_agree(&c, &comm, &fields), UPIPE_ERR_ARG, c.err);
     /* fields beyond the last are not written */
     memset(guarded, 0, sizeof guarded);
-    for (int i = 0; i < UPIPE_ALL_GATHER_MAX + 3; ++i) upipe_field_real(&guarded[0], "field", i);
+    for (int i = 0; i < UPIPE_ALL_GATHER_MAX + 3; ++i) upi_field_real(&guarded[0], "field", i);
     CHECK_INT(guarded[0].n, UPIPE_ALL_GATHER_MAX + 3);
-    CHECK(upipe_field_value(guarded[0].list[UPIPE_ALL_GATHER_MAX - 1].value) == UPIPE_ALL_GATHER_MAX - 1);
+    CHECK(upi_field_value(guarded[0].list[UPIPE_ALL_GATHER_MAX - 1].value) == UPIPE_ALL_GATHER_MAX - 1);
     CHECK(guarded[1].n == 0 && guarded[1].list[0].name == NULL);
-    CHECK_REFUSED(upipe_comm_agree(&c, &comm, guarded), UPIPE_ERR_ARG, c.err, "43 fields; 1 to 40");
+    CHECK_REFUSED(upi_agree(&c, &comm, guarded), UPIPE_ERR_ARG, c.err, "43 fields; 1 to 40");
     CHECK_STATUS(shift_start(&c, &comm, to, from, sizeof to, -3), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_wait(&c, &comm), UPIPE_OK, c.err);
     CHECK_BYTES(to, from, sizeof to);
@@ -291,7 +291,7 @@ static void test_self_copy(void)
 static void test_null(void)
 {
     upipe_msg s = {0};
-    const upipe_fields fields = fields_of("tokens", 1);
+    const upi_fields fields = fields_of("tokens", 1);
     int64_t all[1] = {0}, mine = 1;
     upipe_ctx c = {0};
     for (int call = 0; call < 6; ++call) {
@@ -301,7 +301,7 @@ static void test_null(void)
                  : call == 1 ? upipe_comm_wait(&c, c.team)
                  : call == 2 ? upipe_comm_barrier(&c, c.team)
                  : call == 3 ? upipe_comm_all_gather(&c, c.team, all, &mine, 1)
-                 : call == 4 ? upipe_comm_agree(&c, c.team, &fields)
+                 : call == 4 ? upi_agree(&c, c.team, &fields)
                              : shift_start(&c, c.team, all, &mine, 8, 1);
         CHECK_STATUS(status, UPIPE_ERR_ARG, c.err);
         CHECK_REFUSED(c.err.status, UPIPE_ERR_ARG, c.err, "the communicator is NULL");
@@ -315,7 +315,7 @@ static void test_dry(void)
     upipe_comm comm;
     upipe_msg list[2 * 4], s[2] = {0};
     int64_t gathered[4 * UPIPE_ALL_GATHER_MAX], mine = 9, all[4];
-    const upipe_fields fields = fields_of("heads", 8);
+    const upi_fields fields = fields_of("heads", 8);
     char byte = 1;
     upipe_ctx c = {0};
     upipe_comm_dry(&comm, 2, 4, list, gathered);
@@ -336,7 +336,7 @@ static void test_dry(void)
     CHECK_STATUS(upipe_comm_barrier(&c, &comm), UPIPE_OK, c.err);
     CHECK_STATUS(upipe_comm_all_gather(&c, &comm, all, &mine, 1), UPIPE_OK, c.err);
     CHECK(all[0] == 9 && all[3] == 9);
-    CHECK_STATUS(upipe_comm_agree(&c, &comm, &fields), UPIPE_OK, c.err);
+    CHECK_STATUS(upi_agree(&c, &comm, &fields), UPIPE_OK, c.err);
 }
 
 /* ---- thread ranks that behave ---- */
@@ -451,31 +451,31 @@ static upipe_status agree_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     const int odd = rank == k->victim;
-    upipe_fields f;
+    upi_fields f;
     c->team->ops.all_gather = counted_gather;
     for (int i = 0; i < 12; ++i) { /* compared when it changes, free while it stays */
         f = fields_of_block(32, "chunk", i / 3);
-        UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
+        UPIPE_TRY(upi_agree(c, c->team, &f));
         CHECK_INT(k->gathers[rank], i / 3 + 1);
     }
     f = fields_of_block(32, "chunk", 2); /* known from before, but others may not be back */
-    UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
+    UPIPE_TRY(upi_agree(c, c->team, &f));
     f = fields_of_block(32, "stages", 2); /* another description with the same numbers */
-    UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
+    UPIPE_TRY(upi_agree(c, c->team, &f));
     CHECK_INT(k->gathers[rank], 6);
     if (k->what == 0) {
         f = fields_of_block(odd ? 31 : 32, "stages", 77);
-        CHECK_REFUSED(upipe_comm_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "heads is 3");
+        CHECK_REFUSED(upi_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "heads is 3");
         CHECK_TEXT(c->err.text, "31");
         CHECK_TEXT(c->err.text, "32");
     } else if (k->what == 1) {
         f = fields_of_real(odd ? 500000 : 0.5, 32, "stages", 2);
-        CHECK_REFUSED(upipe_comm_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "500000");
+        CHECK_REFUSED(upi_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "500000");
         CHECK_TEXT(c->err.text, "0.5");
     } else { /* one rank goes back to what all agreed on once, the others stay: nobody gets through */
         upipe_status s;
         if (odd) f = fields_of_block(32, "chunk", 2);
-        s = upipe_comm_agree(c, c->team, &f);
+        s = upi_agree(c, c->team, &f);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, "all-gather");
         CHECK_TEXT(c->err.text, "barrier");
@@ -500,14 +500,14 @@ static upipe_status alternate_body(void *user, int rank)
     static const int gathers[] = {3, 3, 5, 10};
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
-    upipe_fields f;
+    upi_fields f;
     const char *at;
     c->team->ops.all_gather = counted_gather;
     for (size_t i = 0; i < sizeof orders / sizeof *orders; ++i) {
         const int before = k->gathers[rank];
         for (at = orders[i]; *at != 0; ++at) {
             f = fields_of("window", (int64_t)(100 * i) + *at);
-            UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
+            UPIPE_TRY(upi_agree(c, c->team, &f));
         }
         CHECK_SAY(k->gathers[rank] - before == gathers[i], "%s: %d gathers, not %d", orders[i],
                   k->gathers[rank] - before, gathers[i]);
@@ -525,17 +525,17 @@ static upipe_status step_body(void *user, int rank)
     upipe_ctx *c = &k->ctx[rank];
     const int odd = rank == k->victim;
     upipe_status s = UPIPE_OK;
-    upipe_fields f;
+    upi_fields f;
     int i;
     for (i = 0; i < 24; ++i) { /* A A B, A A B, ... */
         f = fields_of("window", i % 3 == 2);
-        UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
+        UPIPE_TRY(upi_agree(c, c->team, &f));
     }
     for (i = 0; i < 6 && s == UPIPE_OK; ++i) {
         int at = i + (odd && k->what == AHEAD) + (odd && k->what == BEHIND ? 2 : 0);
         if (odd && k->what == LONGER && i >= 2) at = i - 1;
         f = fields_of("window", at % 3 != 2 ? 0 : odd && k->what == CHANGED ? 7 : 1);
-        s = upipe_comm_agree(c, c->team, &f);
+        s = upi_agree(c, c->team, &f);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
     }
     CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
@@ -991,7 +991,7 @@ static upipe_status slow_body(void *user, int rank)
     int stuck = k->what & STUCK, n = k->what & TWO_MESSAGES ? 2 : 1, i;
     char sentence[96];
     snprintf(sentence, sizeof sentence, "rank %d waited 0.4 s in a transfer for rank %d to finish receiving",
-             upipe_comm_called(c->team, 0), upipe_comm_called(c->team, 1));
+             upi_comm_called(c->team, 0), upi_comm_called(c->team, 1));
     line_up(k, rank, rank == 0 ? 0.4 : 60);
     for (i = 0; i < n; ++i) {
         list[i].peer = 1 - rank;
@@ -1052,7 +1052,7 @@ static upipe_status argument_body(void *user, int rank)
     crew *k = (crew *)user;
     upipe_ctx *c = &k->ctx[rank];
     upipe_msg bad;
-    const upipe_fields fields = fields_of("tokens", 1);
+    const upi_fields fields = fields_of("tokens", 1);
     int64_t mine[UPIPE_ALL_GATHER_MAX + 1] = {0}, *all = c->team->gathered;
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ARG, c->err);
     bad = (upipe_msg){.peer = k->ranks, .count = 1};
@@ -1069,7 +1069,7 @@ static upipe_status argument_body(void *user, int rank)
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], k->ranks), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ARG, c->err); /* nothing in between */
-    CHECK_STATUS(upipe_comm_agree(c, c->team, &fields), UPIPE_ERR_ARG, c->err);
+    CHECK_STATUS(upi_agree(c, c->team, &fields), UPIPE_ERR_ARG, c->err);
     CHECK_REFUSED(shift_start(c, c->team, mine, all, 8, 1), UPIPE_ERR_ARG, c->err,
                   "upipe_comm_wait comes first");
     CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err); /* none of this has hurt the team */
@@ -1157,12 +1157,12 @@ static void test_parts(void)
     static upipe_comm world, of[3];
     for (int i = 0; i < 3; ++i) upipe_comm_part(&of[i], &world, 0, 1);
     CHECK(world.part == &of[2] && of[2].part == &of[1] && of[1].part == &of[0] && of[0].part == NULL);
-    upipe_comm_leave(&of[1]);
+    upi_comm_leave(&of[1]);
     CHECK(world.part == &of[2] && of[2].part == &of[0]);
-    upipe_comm_leave(&of[2]);
+    upi_comm_leave(&of[2]);
     CHECK(world.part == &of[0]);
-    upipe_comm_leave(&of[0]);
-    CHECK(world.part == NULL && upipe_comm_world(&of[0]) == &of[0]);
+    upi_comm_leave(&of[0]);
+    CHECK(world.part == NULL && upi_comm_world(&of[0]) == &of[0]);
 }
 
 /* Ranks of a part that disagree are named as the job calls them, over whole numbers and real ones. Of four ranks 2 and 3 are
@@ -1173,14 +1173,14 @@ static upipe_status named_body(void *user, int rank)
     const upipe_ops ops = {0};
     for (int kind = 0; kind < 4; ++kind) {
         const int real = kind % 2, in_ring = kind / 2, other = in_ring ? 1 : 2;
-        upipe_fields f = real ? fields_of_real(rank + 0.5, 32, "chunk", 1) : fields_of("tokens", rank);
+        upi_fields f = real ? fields_of_real(rank + 0.5, 32, "chunk", 1) : fields_of("tokens", rank);
         upipe_ctx c = {.ops = &ops};
         char words[96];
         if (rank != other && rank != 3) continue;
         snprintf(words, sizeof words, "tokens is %d%s on rank %d and 3%s on rank 3", other, real ? ".5" : "",
                  other, real ? ".5" : "");
         grid_use(&g[kind], rank, &c);
-        CHECK_REFUSED(upipe_comm_agree(&c, in_ring ? c.ring : c.team, &f), UPIPE_ERR_MISMATCH, c.err, words);
+        CHECK_REFUSED(upi_agree(&c, in_ring ? c.ring : c.team, &f), UPIPE_ERR_MISMATCH, c.err, words);
     }
     return UPIPE_OK;
 }

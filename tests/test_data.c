@@ -480,7 +480,7 @@ static void test_packed(int by_end, int masked)
     CHECK(d.packed);
     data_order_init(&order);
     for (k = 0; k < d.windows; ++k) {
-        const upipe_shard s = upipe_shard_range(0, WINDOW);
+        const upipe_shard s = upi_shard_range(0, WINDOW);
         w = data_window(&d, &order, 3, k);
         CHECK_INT(data_fill(&d, &order, w, &s, inputs, targets), 0);
         for (i = 0; i < WINDOW; ++i) {
@@ -537,7 +537,7 @@ static void test_shuffled_documents(void)
     int32_t inputs[WINDOW], targets[WINDOW], text[128], all[128];
     corpus d;
     data_order order;
-    const upipe_shard s = upipe_shard_range(0, WINDOW);
+    const upipe_shard s = upi_shard_range(0, WINDOW);
     write_megatron("p", 8, 2, 0, piece_lengths, PIECES, piece_starts, PIECES + 1, 0);
     q.by_documents = 1;
     if (!opens(&d, &q, NULL)) return;
@@ -607,7 +607,7 @@ static void test_changes(int how)
     static int32_t inputs[LONG], targets[LONG];
     data_request q = request_of("raw", TOKEN_U16);
     static bytes b;
-    const upipe_shard s = upipe_shard_range(0, LONG - 2);
+    const upipe_shard s = upi_shard_range(0, LONG - 2);
     corpus d;
     data_order order;
     int64_t i;
@@ -649,7 +649,7 @@ static void test_changed_name(const char *name)
 {
     const struct timespec times[2] = {{1, 0}, {1, 0}};
     data_request q = request_of("@list", TOKEN_U16);
-    const upipe_shard s = upipe_shard_range(0, WINDOW);
+    const upipe_shard s = upi_shard_range(0, WINDOW);
     int32_t inputs[WINDOW], targets[WINDOW];
     char masks[300];
     corpus d;
@@ -676,7 +676,7 @@ static void test_changed_name(const char *name)
 static void test_sparse(void)
 {
     const int64_t n = INT64_C(1) << 32;
-    const upipe_shard s = upipe_shard_range(0, WINDOW);
+    const upipe_shard s = upi_shard_range(0, WINDOW);
     data_request q = request_of("raw", TOKEN_U16);
     int32_t inputs[WINDOW], targets[WINDOW];
     data_order order;

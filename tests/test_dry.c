@@ -102,7 +102,7 @@ static upipe_bytes dry_run(const upipe_plan_desc *desc, int qk_norm, upipe_plan 
     CHECK(dry->mem.need >= dry->mem.peak);
     CHECK_INT(dry->team.sent_bytes, upipe_plan_sent(plan, 0) + upipe_plan_sent(plan, 1));
     CHECK_INT(dry->ring.sent_bytes,
-              upipe_plan_sent_ring(plan, &layer.mask, 0) + upipe_plan_sent_ring(plan, &layer.mask, 1));
+              upipe_ring_sent(plan, &layer.mask, 0) + upipe_ring_sent(plan, &layer.mask, 1));
     /* the forward's chunks and all-to-all buffers, from the trace */
     CHECK_INT(dry->mem.events_lost, 0);
     for (i = 0; i < dry->mem.events_n; ++i)
@@ -651,10 +651,10 @@ static upipe_status life(upipe_dry *d, const upipe_layer *l, size_t tile_bytes, 
     const upipe_view x = upipe_view_packed(weight, l->plan->desc.dtype, l->plan->rows, 1, dim),
                      dy = upipe_view_packed(weight + 4, l->plan->desc.dtype, l->plan->rows, 1, dim);
     const upipe_mlp_grads grads = {weight, weight, weight, NULL, NULL};
-    const upipe_head_grads head_grads = {weight, NULL};
-    upipe_tiles at = {0, 0, 0};
+    const upipe_loss_grads head_grads = {weight, NULL};
+    upipe_mem_tiles at = {0, 0, 0};
     upipe_mlp m;
-    upipe_head h;
+    upipe_loss h;
     upipe_qkv a;
     memset(&m, 0, sizeof m);
     memset(&h, 0, sizeof h);
@@ -668,7 +668,7 @@ static upipe_status life(upipe_dry *d, const upipe_layer *l, size_t tile_bytes, 
     UPIPE_TRY(upipe_dry_qkv(d, &a));
     UPIPE_TRY(upipe_mlp_fwd(c, &m, dy, x));
     UPIPE_TRY(upipe_loss_bwd(c, &h, x, &head_grads, losses, x, targets));
-    while (upipe_tiles_next(c->mem, &at, x.n, outer)) {
+    while (upipe_mem_tiles_next(c->mem, &at, x.n, outer)) {
         const upipe_view from = upipe_view_rows(x, at.row, at.n), to = upipe_view_rows(dy, at.row, at.n);
         UPIPE_TRY(upipe_mlp_bwd(c, &m, to, &grads, to, from));
     }

@@ -68,7 +68,7 @@ static void segment_stats(segments_state *s, upipe_ctx *c, const upipe_fpdt *f, 
     if (upipe_fpdt_plan(f, 0, &ends[0], &c->err) != UPIPE_OK ||
         upipe_fpdt_plan(f, f->segments - 1, &ends[1], &c->err) != UPIPE_OK)
         return;
-    largest = upipe_buffers_max(ends[0].buffers, ends[1].buffers);
+    largest = upi_buffers_max(ends[0].buffers, ends[1].buffers);
     for (int i = 0; i < f->segments; ++i) {
         const int64_t first = upipe_cut(f->desc.tokens, f->segments, i);
         upipe_shard mine = upipe_fpdt_shard(f, i);

@@ -1,7 +1,7 @@
 /* test_host.c -- a rank in five calls: its peak is the dry run's; tensors as trainers have them give the bits of packed
  * ones; a forward without a backward leaves nothing; sums; and what is refused
  */
-#include "../upipe/net/upipe_net_threads_host.h"
+#include "../upipe/net/upipe_net_threads_session.h"
 #include "../upipe/cpu/upipe_cpu.h"
 #include "lib/test.h"
 
@@ -35,9 +35,9 @@ static upipe_status both_ways(upipe_ctx *c, const upipe_qkv *a, const upipe_qkv_
 /* ---- the host ---- */
 
 /* The layers' forwards, then their backwards, then a sum: what the slab is for. */
-static upipe_status steps(void *user, upipe_host *h)
+static upipe_status steps(void *user, upipe_session *h)
 {
-    const upipe_host_desc *d = (const upipe_host_desc *)user;
+    const upipe_session_desc *d = (const upipe_session_desc *)user;
     upipe_ctx *c = &h->ctx;
     upipe_saved saved[LAYERS];
     static _Thread_local float sums[UPIPE_REDUCE_STRIP * RANKS_MAX + 1];
@@ -56,13 +56,13 @@ static upipe_status steps(void *user, upipe_host *h)
     for (int l = d->layers; l-- > 0;) UPIPE_TRY(upipe_qkv_bwd(c, &a, &grads, &saved[l]));
     UPIPE_TRY(upipe_all_reduce(c, c->team, sums, UPIPE_REDUCE_STRIP * RANKS_MAX + 1));
     CHECK_INT(h->mem.peak, h->dry.mem.peak);
-    CHECK_INT(h->mem.need, upipe_host_slab_bytes(h));
+    CHECK_INT(h->mem.need, upipe_session_slab_bytes(h));
     return UPIPE_OK;
 }
 
-static upipe_host_desc description(int ranks, int layers)
+static upipe_session_desc description(int ranks, int layers)
 {
-    upipe_host_desc d;
+    upipe_session_desc d;
     memset(&d, 0, sizeof d);
     d.plan.tokens = TOKENS, d.plan.batch = BATCH, d.plan.heads = HEADS, d.plan.kv_heads = KV;
     d.plan.head_dim = DIM, d.plan.ranks = ranks, d.layers = layers;
@@ -74,31 +74,31 @@ static void test_peaks(const upipe_ops *ops)
 {
     for (int ranks = 1; ranks <= RANKS_MAX; ranks *= 2)
         for (int layers = 1; layers <= LAYERS; layers += 2) {
-            upipe_host_desc d = description(ranks, layers);
+            upipe_session_desc d = description(ranks, layers);
             upipe_err err;
             d.user = &d;
-            CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, steps, &err), UPIPE_OK, err);
+            CHECK_STATUS(upipe_threads_sessions(&d, ops, 60, steps, &err), UPIPE_OK, err);
         }
 }
 
 enum { MANY = 8 };
 
-static upipe_status sum_body(void *user, upipe_host *h)
+static upipe_status sum_body(void *user, upipe_session *h)
 {
     static _Thread_local float sums[UPIPE_REDUCE_STRIP * MANY + 1];
     (void)user;
     UPIPE_TRY(upipe_all_reduce(&h->ctx, h->ctx.team, sums, UPIPE_REDUCE_STRIP * MANY + 1));
-    CHECK_INT(upipe_host_slab_bytes(h), h->mem.need); /* the passes take less */
+    CHECK_INT(upipe_session_slab_bytes(h), h->mem.need); /* the passes take less */
     return UPIPE_OK;
 }
 
 /* Where the passes are small the slab is that of a sum over all ranks. */
 static void test_sum(const upipe_ops *ops)
 {
-    upipe_host_desc d = description(MANY, 1);
+    upipe_session_desc d = description(MANY, 1);
     upipe_err err;
     d.plan.tokens = d.plan.heads = d.plan.kv_heads = MANY, d.plan.batch = 1;
-    CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, sum_body, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_sessions(&d, ops, 60, sum_body, &err), UPIPE_OK, err);
 }
 
 /* ---- layouts ---- */
@@ -119,7 +119,7 @@ static upipe_qkv packed(const upipe_qkv *of, float *data)
 }
 
 /* The call of a layout has the bits of the same one over packed tensors, results and gradients. */
-static upipe_status same_bits(upipe_host *h, const upipe_qkv *a, const upipe_qkv *d)
+static upipe_status same_bits(upipe_session *h, const upipe_qkv *a, const upipe_qkv *d)
 {
     static _Thread_local float data[4][ROWS * (WIDE + HEADS * DIM)];
     const size_t bytes = sizeof data[0];
@@ -136,7 +136,7 @@ static upipe_status same_bits(upipe_host *h, const upipe_qkv *a, const upipe_qkv
     return UPIPE_OK;
 }
 
-static upipe_status fused_body(void *user, upipe_host *h)
+static upipe_status fused_body(void *user, upipe_session *h)
 {
     static _Thread_local tensors t;
     upipe_qkv a, d;
@@ -149,7 +149,7 @@ static upipe_status fused_body(void *user, upipe_host *h)
     return same_bits(h, &a, &d);
 }
 
-static upipe_status sbh3d_body(void *user, upipe_host *h)
+static upipe_status sbh3d_body(void *user, upipe_session *h)
 {
     static _Thread_local tensors t;
     (void)user;
@@ -167,16 +167,16 @@ static upipe_status sbh3d_body(void *user, upipe_host *h)
 
 static void test_layouts(const upipe_ops *ops)
 {
-    upipe_host_desc d = description(2, 1);
+    upipe_session_desc d = description(2, 1);
     upipe_err err;
-    CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, fused_body, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_sessions(&d, ops, 60, fused_body, &err), UPIPE_OK, err);
     d.plan.batch = 1, d.plan.kv_heads = HEADS;
-    CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, sbh3d_body, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_sessions(&d, ops, 60, sbh3d_body, &err), UPIPE_OK, err);
 }
 
 /* ---- numbers of the host ---- */
 
-static upipe_status numbers_body(void *user, upipe_host *h)
+static upipe_status numbers_body(void *user, upipe_session *h)
 {
     upipe_ctx *c = &h->ctx;
     const int rank = c->team->rank;
@@ -194,15 +194,15 @@ static upipe_status numbers_body(void *user, upipe_host *h)
 
 static void test_numbers(const upipe_ops *ops)
 {
-    upipe_host_desc d = description(4, 1);
+    upipe_session_desc d = description(4, 1);
     upipe_err err;
-    CHECK_STATUS(upipe_threads_hosts(&d, ops, 60, numbers_body, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_sessions(&d, ops, 60, numbers_body, &err), UPIPE_OK, err);
 }
 
 /* ---- what is refused ---- */
 
 typedef struct one {
-    upipe_host h;
+    upipe_session h;
     upipe_comm team;
     upipe_comm_self_state state;
 } one;
@@ -212,45 +212,47 @@ static void test_refused(const upipe_ops *ops)
     static one x;
     static _Alignas(UPIPE_MEM_ALIGN) char slab[1 << 20];
     static tensors t;
-    upipe_host *h = &x.h;
+    upipe_session *h = &x.h;
     upipe_ctx *c = &h->ctx;
-    upipe_host_desc d = description(0, 1);
+    upipe_session_desc d = description(0, 1);
     upipe_qkv a;
     upipe_err err;
     size_t bytes;
     void *block;
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "ctx->ops is NULL");
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "ctx->ops is NULL");
     c->ops = ops;
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "ctx->team is NULL");
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "ctx->team is NULL");
     upipe_comm_self(&x.team, &x.state, ops->copy), c->team = &x.team;
-    CHECK_STATUS(upipe_host_open(NULL, &d), UPIPE_ERR_ARG, c->err);
-    CHECK_REFUSED(upipe_host_open(h, NULL), UPIPE_ERR_ARG, c->err, "the description is NULL");
+    CHECK_STATUS(upipe_session_open(NULL, &d), UPIPE_ERR_ARG, c->err);
+    CHECK_REFUSED(upipe_session_open(h, NULL), UPIPE_ERR_ARG, c->err, "the description is NULL");
     d.layers = 0;
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "a host of 0 layers in flight, at least 1");
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
+                  "a host of 0 layers in flight, at least 1");
     d = description(4, 1);
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err,
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
                   "a description of 4 ranks in a ring of 1, for a team of 1 in a ring of 1");
     d = description(1, 1), d.plan.dtype = (upipe_dtype)7;
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
     d = description(1, 1);
-    CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
-    CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
-    bytes = upipe_host_slab_bytes(h);
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
+    CHECK_STATUS(upipe_session_open(h, &d), UPIPE_OK, c->err);
+    bytes = upipe_session_slab_bytes(h);
     d = description(1, LAYERS); /* without a slab an open one may be opened for another plan */
-    CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
-    CHECK(upipe_host_slab_bytes(h) > bytes);
+    CHECK_STATUS(upipe_session_open(h, &d), UPIPE_OK, c->err);
+    CHECK(upipe_session_slab_bytes(h) > bytes);
     d.plan.dtype = (upipe_dtype)7;
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
-    CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
     d = description(1, 1);
-    CHECK_STATUS(upipe_host_open(h, &d), UPIPE_OK, c->err);
-    CHECK(upipe_host_slab_bytes(h) <= sizeof slab);
+    CHECK_STATUS(upipe_session_open(h, &d), UPIPE_OK, c->err);
+    CHECK(upipe_session_slab_bytes(h) <= sizeof slab);
     a = upipe_qkv_fused(&h->call, t.qkv, t.o, UPIPE_F32);
     CHECK_REFUSED(upipe_qkv_eval(c, &a), UPIPE_ERR_ARG, c->err, "ctx->mem is NULL");
-    CHECK_REFUSED(upipe_host_slab(h, NULL), UPIPE_ERR_MEMORY, c->err, "no slab of");
-    CHECK_STATUS(upipe_host_slab(h, slab), UPIPE_OK, c->err);
-    CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host has a slab");
-    CHECK_REFUSED(upipe_host_open(h, &d), UPIPE_ERR_ARG, c->err, "the host has a slab: upipe_host_close");
+    CHECK_REFUSED(upipe_session_slab(h, NULL), UPIPE_ERR_MEMORY, c->err, "no slab of");
+    CHECK_STATUS(upipe_session_slab(h, slab), UPIPE_OK, c->err);
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host has a slab");
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
+                  "the host has a slab: upipe_session_close");
     CHECK_STATUS(upipe_qkv_eval(c, &a), UPIPE_OK, c->err);
 
     a = upipe_qkv_fused(&h->call, t.qkv, t.o, (upipe_dtype)7);
@@ -263,20 +265,20 @@ static void test_refused(const upipe_ops *ops)
     CHECK_REFUSED(upipe_qkv_eval(c, &a), UPIPE_ERR_ARG, c->err, "plan is NULL");
 
     CHECK_STATUS(upipe_alloc(c, &block, 8, UPIPE_USE_OTHER, "mine"), UPIPE_OK, c->err);
-    CHECK_REFUSED(upipe_host_close(h), UPIPE_ERR_ARG, c->err, "8 bytes live, the first is 'mine'");
-    CHECK_REFUSED(upipe_host_close(h), UPIPE_ERR_ARG, c->err, "the host has no slab, or is closed");
+    CHECK_REFUSED(upipe_session_close(h), UPIPE_ERR_ARG, c->err, "8 bytes live, the first is 'mine'");
+    CHECK_REFUSED(upipe_session_close(h), UPIPE_ERR_ARG, c->err, "the host has no slab, or is closed");
     a = upipe_qkv_fused(&h->call, t.qkv, t.o, UPIPE_F32);
     CHECK_REFUSED(upipe_qkv_eval(c, &a), UPIPE_ERR_ARG, c->err, "ctx->mem is NULL");
-    CHECK_REFUSED(upipe_host_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
-    CHECK_STATUS(upipe_host_close(NULL), UPIPE_ERR_ARG, c->err);
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
+    CHECK_STATUS(upipe_session_close(NULL), UPIPE_ERR_ARG, c->err);
 
     d.plan.ranks = -1;
-    CHECK_REFUSED(upipe_threads_hosts(&d, ops, 0, steps, &err), UPIPE_ERR_ARG, err, "a team of -1 ranks");
-    CHECK_REFUSED(upipe_threads_hosts(NULL, ops, 0, steps, &err), UPIPE_ERR_ARG, err,
+    CHECK_REFUSED(upipe_threads_sessions(&d, ops, 0, steps, &err), UPIPE_ERR_ARG, err, "a team of -1 ranks");
+    CHECK_REFUSED(upipe_threads_sessions(NULL, ops, 0, steps, &err), UPIPE_ERR_ARG, err,
                   "the description is NULL");
-    CHECK_REFUSED(upipe_threads_hosts(&d, ops, 0, NULL, &err), UPIPE_ERR_ARG, err, "the body is NULL");
+    CHECK_REFUSED(upipe_threads_sessions(&d, ops, 0, NULL, &err), UPIPE_ERR_ARG, err, "the body is NULL");
     d = description(2, 1), d.plan.chunk = 3;
-    CHECK_REFUSED(upipe_threads_hosts(&d, ops, 0, steps, &err), UPIPE_ERR_ARG, err, "a chunk of 3 heads");
+    CHECK_REFUSED(upipe_threads_sessions(&d, ops, 0, steps, &err), UPIPE_ERR_ARG, err, "a chunk of 3 heads");
 }
 
 int main(int argc, char **argv)

@@ -203,7 +203,7 @@ static void test_products_fail(void)
     real_gemm = ops.gemm;
     ops.gemm = broken_gemm;
     for (int way = 0; way < 4; ++way) {
-        const upipe_linear_pass of = way / 2 == 0 ? UPIPE_LINEAR_FWD : UPIPE_LINEAR_BWD;
+        const upipe_linear_direction of = way / 2 == 0 ? UPIPE_LINEAR_FWD : UPIPE_LINEAR_BWD;
         linear x = {
             .n = 9, .key_heads = 1, .heads = 2, .key_dim = 8, .value_dim = 16, .chunk = 4, .delta = way % 2};
         upipe_linear_grad g;
@@ -227,7 +227,7 @@ static void test_products_fail(void)
 
 /* ---- refusals ---- */
 
-static size_t no_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass of)
+static size_t no_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_direction of)
 {
     (void)ops, (void)a, (void)of;
     return 0;

@@ -162,7 +162,7 @@ static upipe_status crossing_body(void *user, int rank)
     upipe_mem mem;
     upipe_ctx c = {.team = upipe_threads_comm(&a->team, rank)};
     part p = {0};
-    upipe_fields f;
+    upi_fields f;
     upipe_status s;
     rank_begin(&c, &mem, a, rank, 1 << 20);
     UPIPE_TRY(part_init(a, rank, 0, &p, &c.err));

@@ -84,7 +84,7 @@ static void bench_begin(bench *q)
     q->l.conv = q->w.conv, q->l.a_log = q->w.a_log, q->l.dt_bias = q->w.dt_bias, q->l.norm_weight = q->w.norm;
 }
 
-static upipe_status backward(bench *q, upipe_linear_saved *saved, result *to)
+static upipe_status backward(bench *q, upipe_linear_layer_saved *saved, result *to)
 {
     weights *g = &to->grads;
     const upipe_linear_layer_grads grads = {g->qkv,  g->z,     g->b,       g->a,   g->out,
@@ -101,7 +101,7 @@ static void dry_bytes(const bench *q, size_t *forward, size_t *left, size_t *bot
     float *none = (float *)dry->mem.slab;
     const upipe_linear_layer_grads grads = {none, none, none, none, none, none, none, none, none};
     const upipe_view x = rows_of(none), y = rows_of(none + 1);
-    upipe_linear_saved saved;
+    upipe_linear_layer_saved saved;
     CHECK_STATUS(s, UPIPE_OK, dry->ctx.err);
     CHECK_STATUS(upipe_linear_layer_fwd(&dry->ctx, &dry->team, &q->l, &saved, y, x, NULL), UPIPE_OK,
                  dry->ctx.err);
@@ -114,7 +114,7 @@ static void dry_bytes(const bench *q, size_t *forward, size_t *left, size_t *bot
 /* In one call. */
 static void whole(bench *q, result *to)
 {
-    upipe_linear_saved saved;
+    upipe_linear_layer_saved saved;
     memset(to, 0, sizeof *to);
     q->mem.peak = 0;
     CHECK_STATUS(upipe_linear_layer_fwd(&q->c, &q->self, &q->l, &saved, rows_of(to->y), rows_of(q->x), NULL),
@@ -135,7 +135,7 @@ static void test_parts(void)
 {
     static bench q;
     static result one, two;
-    upipe_linear_saved saved, none = {0};
+    upipe_linear_layer_saved saved, none = {0};
     upipe_view nothing = rows_of(NULL);
     size_t held, forward, left, both;
     bench_begin(&q);
@@ -176,7 +176,7 @@ static void test_parts(void)
           UPIPE_ERR_MEMORY);
     CHECK_INT(q.mem.live, held);
     q.mem.guard = NULL;
-    CHECK_STATUS(upipe_linear_saved_free(&q.c, &saved), UPIPE_OK, q.c.err);
+    CHECK_STATUS(upipe_linear_layer_saved_free(&q.c, &saved), UPIPE_OK, q.c.err);
     upipe_mem_destroy(&q.mem, NULL);
     buffers_free(0);
 }
@@ -208,7 +208,7 @@ static void test_capacity(void)
     }
     CHECK(peak > least);
     q.l.capacity = (upipe_borders){down, 1};
-    CHECK_REFUSED(upipe_linear_layer_fwd(&q.c, &q.self, &q.l, &(upipe_linear_saved){0}, rows_of(one.y),
+    CHECK_REFUSED(upipe_linear_layer_fwd(&q.c, &q.self, &q.l, &(upipe_linear_layer_saved){0}, rows_of(one.y),
                                          rows_of(q.x), NULL),
                   UPIPE_ERR_ARG, q.c.err, "packed document 0 is [3, 1)");
     upipe_mem_destroy(&q.mem, NULL);

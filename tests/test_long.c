@@ -8,7 +8,7 @@
 #include "lib/oracle_tile.h"
 #include "lib/close.h"
 
-#include "upipe/upipe_tile.h"
+#include "upipe/upipe_mlp.h"
 
 enum { LONG = 16384, FEW = 16, SIDE = 8 };
 
@@ -100,8 +100,8 @@ static void check_loss(int64_t rows, int64_t dim, int64_t vocab)
     upipe_mem mem;
     const upipe_ops ops = cpu_table();
     upipe_ctx c = {0};
-    upipe_head head = {.vocab = vocab, .norm_eps = 1e-5f, .scale = 1};
-    upipe_head_grads grads = {0};
+    upipe_loss head = {.vocab = vocab, .norm_eps = 1e-5f, .scale = 1};
+    upipe_loss_grads grads = {0};
     upipe_view x, dx;
     test_rng r = {3};
     for (int64_t i = 0; i < rows; ++i) targets[i] = test_below(&r, (int)vocab);

@@ -5,7 +5,7 @@
 
 #include "examples/common/trace.h"
 #include "upipe/upipe_mem.h"
-#include "upipe/upipe_unwind.h"
+#include "upipe/upipe_comm.h"
 
 enum { SLAB = 1 << 16, BLOCKS = 64 };
 
@@ -178,17 +178,17 @@ static void test_marks(void)
     upipe_mem_rewind(&m, mark);
     CHECK_INT(m.live, 10);
     upipe_mem_alloc(&m, &c, 40, UPIPE_USE_OTHER, "c", &e);
-    upipe_mem_quarantine(&m, mark);
+    upi_mem_quarantine(&m, mark);
     upipe_mem_rewind(&m, 0);
     CHECK_INT(m.live, 40);
-    upipe_mem_quarantine(&m, mark); /* which counts a block once */
+    upi_mem_quarantine(&m, mark); /* which counts a block once */
     CHECK_INT(m.quarantined, 40);
     CHECK_REFUSED(upipe_mem_free(&m, c, &e), UPIPE_ERR_ARG, e, "quarantined");
     upipe_mem_alloc(&m, &a, 40, UPIPE_USE_OTHER, "a", &e);
     CHECK(a != c);
     CHECK_INT(m.blocks_peak, 3);
     CHECK_STATUS(upipe_mem_free(&m, a, &e), UPIPE_OK, e); /* it came after the quarantine */
-    upipe_mem_quarantine(&m, 0); /* and what is free: a stream may not be done with it */
+    upi_mem_quarantine(&m, 0); /* and what is free: a stream may not be done with it */
     CHECK_REFUSED(upipe_mem_alloc(&m, &a, 40, UPIPE_USE_OTHER, "a", &e), UPIPE_ERR_ARG, e,
                   "the pool is quarantined");
     CHECK_REFUSED(upipe_mem_destroy(&m, &e), UPIPE_ERR_ARG, e, "1 blocks of 40 bytes live");
@@ -249,7 +249,7 @@ static void test_unwind(void)
                                     .ops = {.fail = told_fail, .wait = told_wait}};
         upipe_fail(&c.err, UPIPE_ERR_MEMORY, "the first failure");
         told[0] = 0;
-        CHECK_REFUSED(upipe_unwind(&c, UPIPE_ERR_MEMORY, mark, &comms[2]), UPIPE_ERR_MEMORY, c.err,
+        CHECK_REFUSED(upi_unwind(&c, UPIPE_ERR_MEMORY, mark, &comms[2]), UPIPE_ERR_MEMORY, c.err,
                       "the first failure");
         snprintf(want, sizeof want, "a0 a1 a2 w%d s ", started);
         CHECK_SAY(strcmp(told, want) == 0, "%s, not %s", told, want);
@@ -377,15 +377,15 @@ static void test_trace(void)
                ",{\"ph\":\"B\",\"name\":\"first\",\"cat\":\"phase\",\"pid\":3,\"tid\":1,\"ts\":123456.789}");
     CHECK_TEXT(text, "\"ph\":\"b\",\"name\":\"a\",\"cat\":\"block\",\"id\":\"3.1\"");
     CHECK_TEXT(text, "\"ts\":493827.156,\"args\":{\"bytes\":50}"); /* live after a went */
-    *upipe_mem_link(&m, c) = b;
-    *upipe_mem_link(&m, b) = a;
-    CHECK(*upipe_mem_link(&m, c) == b && *upipe_mem_link(&m, b) == a);
+    *upi_mem_link(&m, c) = b;
+    *upi_mem_link(&m, b) = a;
+    CHECK(*upi_mem_link(&m, c) == b && *upi_mem_link(&m, b) == a);
     upipe_mem_free(&m, b, NULL);
-    CHECK(upipe_mem_link(&m, b) == NULL && *upipe_mem_link(&m, c) == b);
+    CHECK(upi_mem_link(&m, b) == NULL && *upi_mem_link(&m, c) == b);
     upipe_mem_free(&m, c, NULL);
     upipe_mem_alloc(&m, &a, 1, UPIPE_USE_OTHER, "late", NULL);
-    CHECK(*upipe_mem_link(&m, a) == NULL); /* b, whose place it has, had one */
-    CHECK(upipe_mem_link(&m, (char *)a + 1) == NULL && upipe_mem_link(&m, NULL) == NULL);
+    CHECK(*upi_mem_link(&m, a) == NULL); /* b, whose place it has, had one */
+    CHECK(upi_mem_link(&m, (char *)a + 1) == NULL && upi_mem_link(&m, NULL) == NULL);
     CHECK_INT(m.events_lost, 1);
     upipe_mem_free(&m, a, NULL);
     CHECK(upipe_mem_destroy(&m, NULL) == UPIPE_OK);

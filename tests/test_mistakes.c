@@ -34,7 +34,7 @@ typedef struct host {
     upipe_zero z;
     upipe_linear_layer lin;
     upipe_linear_layer_grads lin_grads;
-    upipe_linear_saved lin_save;
+    upipe_linear_layer_saved lin_save;
     upipe_linear_ops rules;
     upipe_scan scan;
     upipe_states states;
@@ -141,7 +141,7 @@ static host *host_begin(void)
 static void host_end(host *h, const char *what)
 {
     CHECK_STATUS(upipe_saved_free(&h->c, &h->save), UPIPE_OK, h->c.err);
-    CHECK_STATUS(upipe_linear_saved_free(&h->c, &h->lin_save), UPIPE_OK, h->c.err);
+    CHECK_STATUS(upipe_linear_layer_saved_free(&h->c, &h->lin_save), UPIPE_OK, h->c.err);
     h->f.host = &h->second;
     CHECK_STATUS(upipe_fpdt_free(&h->f, &h->offloaded, &h->c.err), UPIPE_OK, h->c.err);
     CHECK_SAY(h->mem.live == 0 && h->second.live == 0, "%s: %zu and %zu bytes are left", what, h->mem.live,
@@ -203,12 +203,12 @@ static upipe_view rows_at(host *h, int i)
 
 static upipe_status gated_fwd(host *h)
 {
-    return upipe_gated_out_fwd(&h->c, &h->l, h->x, &h->save, h->x);
+    return upipe_layer_gated_out_fwd(&h->c, &h->l, h->x, &h->save, h->x);
 }
 
 static upipe_status gated_bwd(host *h)
 {
-    return upipe_gated_out_bwd(&h->c, &h->l, &h->g, &h->save, rows_at(h, 2), rows_at(h, 2), h->x);
+    return upipe_layer_gated_out_bwd(&h->c, &h->l, &h->g, &h->save, rows_at(h, 2), rows_at(h, 2), h->x);
 }
 
 static upipe_status linear_fwd(host *h)
@@ -447,13 +447,13 @@ MISTAKE(null_attn_bwd, return upipe_attn_bwd(&h->c, NULL))
 MISTAKE(null_mlp, return upipe_mlp_fwd(&h->c, NULL, h->x, h->x))
 MISTAKE(null_mlp_grads, upipe_mlp m; memset(&m, 0, sizeof m); m.w_gate = m.w_up = m.w_down = h->weights;
         m.hidden = 4; return upipe_mlp_bwd(&h->c, &m, h->x, NULL, h->x, h->x))
-MISTAKE(null_loss_grads, upipe_head head; float loss; int32_t target = 0; memset(&head, 0, sizeof head);
+MISTAKE(null_loss_grads, upipe_loss head; float loss; int32_t target = 0; memset(&head, 0, sizeof head);
         return upipe_loss_bwd(&h->c, &head, h->x, NULL, &loss, h->x, &target))
 MISTAKE(null_loss, float loss; int32_t target = 0; return upipe_loss_fwd(&h->c, NULL, &loss, h->x, &target))
 MISTAKE(null_rope, return h->ops.rope(&h->c, NULL))
 MISTAKE(null_entropy, return h->ops.cross_entropy(&h->c, NULL))
 MISTAKE(null_adamw, return h->ops.adamw(&h->c, NULL))
-MISTAKE(null_fields, return upipe_comm_agree(&h->c, &h->team, NULL))
+MISTAKE(null_fields, return upi_agree(&h->c, &h->team, NULL))
 MISTAKE(null_pool, void *out; return upipe_mem_alloc(NULL, &out, 4, UPIPE_USE_OTHER, "x", &h->c.err))
 MISTAKE(null_pool_free, return upipe_mem_free(NULL, h->rows, &h->c.err))
 MISTAKE(null_dry_table, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);

@@ -365,10 +365,10 @@ static void held_end(const upipe_mem *m, held *t)
 static void both_calls(upipe_ctx *c, alone *a, upipe_saved *save, held t[2])
 {
     held_begin(c->mem, &t[0]);
-    CHECK_STATUS(upipe_gated_out_fwd(c, &a->l, a->y, save, a->x), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_layer_gated_out_fwd(c, &a->l, a->y, save, a->x), UPIPE_OK, c->err);
     held_end(c->mem, &t[0]);
     held_begin(c->mem, &t[1]);
-    CHECK_STATUS(upipe_gated_out_bwd(c, &a->l, &a->g, save, a->dx, a->y, a->x), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_layer_gated_out_bwd(c, &a->l, &a->g, save, a->dx, a->y, a->x), UPIPE_OK, c->err);
     held_end(c->mem, &t[1]);
 }
 
@@ -450,12 +450,13 @@ static void test_over(upipe_dtype dtype)
         alone_begin(&a, dtype, 2, 0, 40);
         y_at = kind == 2 ? a.x : a.y;
         dx_at = kind == 0 ? a.dx : kind == 1 ? a.y : a.x;
-        CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, y_at, &a.save, a.x), UPIPE_OK, a.c.err);
+        CHECK_STATUS(upipe_layer_gated_out_fwd(&a.c, &a.l, y_at, &a.save, a.x), UPIPE_OK, a.c.err);
         if (kind == 0) y = memcpy(zeroed(bytes), a.y.data, bytes);
         CHECK_BYTES(y_at.data, y, bytes);
         memcpy(a.x.data, numbers(dtype, UNIT, 1, 7), bytes);
         memcpy(a.y.data, numbers(dtype, UNIT, 1, 8), bytes);
-        CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, dx_at, a.y, a.x), UPIPE_OK, a.c.err);
+        CHECK_STATUS(upipe_layer_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, dx_at, a.y, a.x), UPIPE_OK,
+                     a.c.err);
         if (kind == 0) {
             dx = memcpy(zeroed(bytes), dx_at.data, bytes);
             wo = a.g.wo, wg = a.g.wg;
@@ -490,9 +491,9 @@ static void test_gaps(upipe_dtype dtype)
     y = with_gaps(&b, b.x);
     dx = with_gaps(&b, b.x);
     packed = b.dx;
-    CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
-    CHECK_STATUS(upipe_gated_out_fwd(&b.c, &b.l, y, &b.save, x), UPIPE_OK, b.c.err);
-    CHECK_STATUS(upipe_gated_out_bwd(&b.c, &b.l, &b.g, &b.save, dx, dy, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(upipe_layer_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_layer_gated_out_fwd(&b.c, &b.l, y, &b.save, x), UPIPE_OK, b.c.err);
+    CHECK_STATUS(upipe_layer_gated_out_bwd(&b.c, &b.l, &b.g, &b.save, dx, dy, x), UPIPE_OK, b.c.err);
     CHECK_STATUS(b.ops.cast(&b.c, packed, dx), UPIPE_OK, b.c.err);
     CHECK_BYTES(packed.data, a.dx.data, bytes);
     CHECK_BYTES(b.g.wo, a.g.wo, WIDE * MODEL * 4);
@@ -500,7 +501,7 @@ static void test_gaps(upipe_dtype dtype)
     CHECK_BYTES(b.g.bo, a.g.bo, MODEL * 4);
     CHECK_STATUS(upipe_saved_free(&a.c, &a.save), UPIPE_OK, a.c.err);
     CHECK_STATUS(upipe_layer_fwd(&a.c, &a.l, &a.save, a.x), UPIPE_OK, a.c.err);
-    CHECK_STATUS(upipe_gated_out_fwd(&a.c, &a.l, a.y, &a.save, a.x), UPIPE_OK, a.c.err);
+    CHECK_STATUS(upipe_layer_gated_out_fwd(&a.c, &a.l, a.y, &a.save, a.x), UPIPE_OK, a.c.err);
     CHECK_STATUS(b.ops.cast(&b.c, packed, y), UPIPE_OK, b.c.err);
     CHECK_BYTES(packed.data, a.y.data, bytes);
     for (int64_t i = 0; i < TOKENS; ++i)
@@ -518,7 +519,7 @@ static void test_not_wanted(void)
     alone all;
     void *slots;
     alone_begin(&all, UPIPE_F32, 2, 0, 0);
-    CHECK_STATUS(upipe_gated_out_bwd(&all.c, &all.l, &all.g, &all.save, all.dx, all.y, all.x), UPIPE_OK,
+    CHECK_STATUS(upipe_layer_gated_out_bwd(&all.c, &all.l, &all.g, &all.save, all.dx, all.y, all.x), UPIPE_OK,
                  all.c.err);
     slots = memcpy(zeroed(TOKENS * WIDE * 4), all.save.out.data, TOKENS * WIDE * 4);
     for (int kind = 0; kind < 3; ++kind) {
@@ -527,7 +528,7 @@ static void test_not_wanted(void)
         if (kind != 1) a.g.wo = NULL;
         if (kind != 0) a.g.wg = NULL;
         if (kind == 2) a.g.bo = NULL;
-        CHECK_STATUS(upipe_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
+        CHECK_STATUS(upipe_layer_gated_out_bwd(&a.c, &a.l, &a.g, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
         CHECK_BYTES(a.dx.data, all.dx.data, bytes);
         CHECK_BYTES(a.save.out.data, slots, TOKENS * WIDE * 4);
         CHECK_BYTES(a.save.delta, all.save.delta, TOKENS * HEADS * 4);
@@ -573,8 +574,8 @@ static void test_refusals(void)
         CHECK_INT(a.mem.live, live);                    \
         CHECK(a.state.failure.status != UPIPE_OK);      \
     } while (0)
-#define FWD(layer, y, save, x)      upipe_gated_out_fwd(&a.c, layer, y, save, x)
-#define BWD(layer, save, dx, dy, x) upipe_gated_out_bwd(&a.c, layer, &a.g, save, dx, dy, x)
+#define FWD(layer, y, save, x)      upipe_layer_gated_out_fwd(&a.c, layer, y, save, x)
+#define BWD(layer, save, dx, dy, x) upipe_layer_gated_out_bwd(&a.c, layer, &a.g, save, dx, dy, x)
 #define BOTH(want, words, layer, y, save, x)      \
     REFUSED(want, words, FWD(layer, y, save, x)); \
     REFUSED(want, words, BWD(layer, save, a.dx, y, x))
@@ -600,10 +601,11 @@ static void test_refusals(void)
     REFUSED(UPIPE_ERR_ARG, "dx, of stride 28, lies over x, of stride 24",
             BWD(&a.l, &a.save, apart, a.y, a.x));
     REFUSED(UPIPE_ERR_ARG, "dx is f32 [150][1][25]", BWD(&a.l, &a.save, wide, a.y, a.x));
-    REFUSED(UPIPE_ERR_ARG, "grads is NULL", upipe_gated_out_bwd(&a.c, &a.l, NULL, &a.save, a.dx, a.y, a.x));
+    REFUSED(UPIPE_ERR_ARG, "grads is NULL",
+            upipe_layer_gated_out_bwd(&a.c, &a.l, NULL, &a.save, a.dx, a.y, a.x));
     g.bq = a.g.bo;
     REFUSED(UPIPE_ERR_ARG, "a gradient of bq is wanted without it",
-            upipe_gated_out_bwd(&a.c, &a.l, &g, &a.save, a.dx, a.y, a.x));
+            upipe_layer_gated_out_bwd(&a.c, &a.l, &g, &a.save, a.dx, a.y, a.x));
     fails = a.ops;
     a.c.ops = &fails;
     fails.gate = fail_gate;

@@ -1,6 +1,6 @@
 /* test_plan -- the schedule against brute force, the paper's figure and tables, refusals */
 #include "lib/test.h"
-#include "upipe/upipe_sent.h"
+#include "upipe/upipe_ring.h"
 #include "examples/common/paper.h"
 
 static upipe_plan_desc describe(int64_t tokens, int ranks, int heads, int kv_heads, int head_dim, int chunk)
@@ -83,12 +83,12 @@ static void walk_sent(const upipe_plan *p)
                 sent[1] += theirs * both * (p->kv_grads_partial ? 4 : e);
         }
         for (int backward = 0; backward < 2; ++backward)
-            of_stages[backward] += upipe_plan_sent_stage(p, stage, backward);
+            of_stages[backward] += upi_plan_sent_stage(p, stage, backward);
     }
     for (int backward = 0; backward < 2; ++backward) {
         CHECK_INT(upipe_plan_sent(p, backward), sent[backward]);
         CHECK_INT(of_stages[backward], sent[backward]);
-        CHECK_INT(upipe_plan_sent_ring(p, &full, backward), 0);
+        CHECK_INT(upipe_ring_sent(p, &full, backward), 0);
     }
 }
 
@@ -312,8 +312,8 @@ static void walk_ring(const upipe_plan_desc *desc, const upipe_mask *mask)
             for (first = i = 0; i < d.ring; ++i) first += i != r && seen[i][r] ? p.team_tokens : 0;
             second = d.tokens - p.team_tokens;
         }
-        CHECK_INT(upipe_plan_sent_ring(&p, mask, 0), heads * both * d.batch * first * 2);
-        CHECK_INT(upipe_plan_sent_ring(&p, mask, 1), heads * both * d.batch * (first * 2 + second * 4));
+        CHECK_INT(upipe_ring_sent(&p, mask, 0), heads * both * d.batch * first * 2);
+        CHECK_INT(upipe_ring_sent(&p, mask, 1), heads * both * d.batch * (first * 2 + second * 4));
     }
 }
 
@@ -577,7 +577,7 @@ static void test_extremes(void)
     d = describe(4, 1, 1, 1, INT32_MAX, 1);
     d.ring = 2;
     CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
-    CHECK_INT(upipe_plan_sent_ring(&p, &full, 0), INT64_C(2) * INT32_MAX * 2 * 4);
+    CHECK_INT(upipe_ring_sent(&p, &full, 0), INT64_C(2) * INT32_MAX * 2 * 4);
     /* any bytes in the place of an enum */
     for (size_t i = 0; i < sizeof any / sizeof *any; ++i) {
         d = describe(1024, 8, 32, 8, 128, 8);

@@ -10,7 +10,7 @@
 #include "../upipe/net/upipe_net_nccl.h"
 #include "../upipe/cuda/upipe_cuda_device.h"
 #endif
-#include "../upipe/net/upipe_net_threads_host.h"
+#include "../upipe/net/upipe_net_threads_session.h"
 #include "../upipe/cpu/upipe_cpu.h"
 #include "../examples/ports/port.h"
 
@@ -77,15 +77,15 @@ class tensor
 thread_local cudaStream_t tensor::stream;
 
 struct devices {
-    const upipe_host_desc *desc;
-    upipe_status (*body)(void *user, upipe_host *h);
+    const upipe_session_desc *desc;
+    upipe_status (*body)(void *user, upipe_session *h);
     ncclUniqueId id;
 };
 
 static upipe_status device_rank(void *user, int rank)
 {
     const auto *d = static_cast<const devices *>(user);
-    const auto h = std::make_unique<upipe_host>();
+    const auto h = std::make_unique<upipe_session>();
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     ncclComm_t nccl = nullptr;
     upipe_nccl team;
@@ -102,12 +102,12 @@ static upipe_status device_rank(void *user, int rank)
     (void)ncclCommInitRankConfig(&nccl, d->desc->plan.ranks, d->id, rank, &config);
     CHECK_STATUS(upipe_nccl_init(&team, nccl, 60, &err), UPIPE_OK, err);
     h->ctx.ops = &ops, h->ctx.team = &team.comm, h->ctx.stream = tensor::stream;
-    CHECK_STATUS(upipe_host_open(h.get(), d->desc), UPIPE_OK, h->ctx.err);
-    CHECK_STATUS(upipe_cuda_slab(&slab, upipe_host_slab_bytes(h.get()), &err), UPIPE_OK, err);
-    CHECK_STATUS(upipe_host_slab(h.get(), slab), UPIPE_OK, h->ctx.err);
+    CHECK_STATUS(upipe_session_open(h.get(), d->desc), UPIPE_OK, h->ctx.err);
+    CHECK_STATUS(upipe_cuda_slab(&slab, upipe_session_slab_bytes(h.get()), &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_session_slab(h.get(), slab), UPIPE_OK, h->ctx.err);
     const upipe_status s = d->body(d->desc->user, h.get());
     CHECK_STATUS(s, UPIPE_OK, h->ctx.err);
-    CHECK_STATUS(upipe_host_close(h.get()), UPIPE_OK, h->ctx.err);
+    CHECK_STATUS(upipe_session_close(h.get()), UPIPE_OK, h->ctx.err);
     CHECK_STATUS(upipe_nccl_free(&team, &err), UPIPE_OK, err);
     CHECK_STATUS(upipe_cuda_slab_free(slab, &err), UPIPE_OK, err);
     CHECK(ncclCommAbort(nccl) == ncclSuccess);
@@ -132,7 +132,7 @@ static void share(ncclUniqueId *id, int rank)
     }
 }
 
-static void run_ranks(const upipe_host_desc &desc, upipe_status (*body)(void *user, upipe_host *h))
+static void run_ranks(const upipe_session_desc &desc, upipe_status (*body)(void *user, upipe_session *h))
 {
     devices d = {&desc, body, {}};
     upipe_threads crew;
@@ -175,12 +175,12 @@ class tensor
 
 enum { RANKS_MOST = 4 };
 
-static void run_ranks(const upipe_host_desc &desc, upipe_status (*body)(void *user, upipe_host *h))
+static void run_ranks(const upipe_session_desc &desc, upipe_status (*body)(void *user, upipe_session *h))
 {
     upipe_ops ops;
     upipe_err err;
     upipe_cpu_ops(&ops);
-    CHECK_STATUS(upipe_threads_hosts(&desc, &ops, 60, body, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_threads_sessions(&desc, &ops, 60, body, &err), UPIPE_OK, err);
 }
 
 #endif
@@ -294,7 +294,7 @@ static void call(job *j, AttentionParams &p, bool backward)
 }
 
 /* Two layers in flight, each of them forward twice: the first time is an evaluation. */
-static void layers(job *j, upipe_host *h)
+static void layers(job *j, upipe_session *h)
 {
     const int local = (int)h->plan.local;
     const auto zeros = [](int n) { return std::vector<float>((std::size_t)n); };
@@ -338,7 +338,7 @@ static void layers(job *j, upipe_host *h)
     }
 }
 
-static upipe_status body(void *user, upipe_host *h)
+static upipe_status body(void *user, upipe_session *h)
 {
     upipe_status s = UPIPE_OK;
     port_host = h;
@@ -365,7 +365,7 @@ static void test_port(const mask &m, bool by_class)
         truth(j.want[l], m);
     }
     for (int ranks = 1; ranks <= RANKS_MOST; ranks *= 2) {
-        upipe_host_desc d;
+        upipe_session_desc d;
         std::memset(&d, 0, sizeof d);
         d.plan.tokens = T, d.plan.batch = B, d.plan.ranks = ranks, d.plan.heads = HQ, d.plan.kv_heads = HKV;
         d.plan.head_dim = D, d.layers = LAYERS, d.user = &j;

@@ -118,7 +118,7 @@ static void check_bytes(const upipe_ctx *c, const job *j, int rank)
     CHECK_INT(c->mem->live, 0);
     CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1 + c->ops->attn_reads_o));
     if (c->ring != NULL)
-        CHECK_INT(c->ring->sent_bytes, upipe_plan_sent_ring(p, &mask, 0) + upipe_plan_sent_ring(p, &mask, 1));
+        CHECK_INT(c->ring->sent_bytes, upipe_ring_sent(p, &mask, 0) + upipe_ring_sent(p, &mask, 1));
 }
 
 static upipe_status body(void *user, int rank)
@@ -180,7 +180,7 @@ static upipe_status run(const run_case *t, lie how, const tensors *in, const flo
         j->need[i] = dry->mem.need;
         j->blocks[i] = dry->mem.blocks_peak;
         sent += upipe_plan_sent(a.plan, 0) + upipe_plan_sent(a.plan, 1 + j->ops.attn_reads_o);
-        sent += upipe_plan_sent_ring(a.plan, &a.mask, 0) + upipe_plan_sent_ring(a.plan, &a.mask, 1);
+        sent += upipe_ring_sent(a.plan, &a.mask, 0) + upipe_ring_sent(a.plan, &a.mask, 1);
     }
     *plan = j->plan[0];
     if (s == UPIPE_OK) {

@@ -465,23 +465,23 @@ static void test_ring_arguments(void)
         d.ring = ring;
         CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
         for (c.ring = ring > 1 ? &comms[1] : NULL;; c.ring = NULL) {
-            CHECK_REFUSED(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err,
+            CHECK_REFUSED(upi_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err,
                           ring > 1 ? "a plan for ring rank 0 of 4" : "a plan for ring rank 0 of 1");
-            CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_ERR_ARG,
+            CHECK_STATUS(upi_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_ERR_ARG,
                          c.err);
             if (ring > 1) CHECK_STATUS(upipe_ring_fwd(&c, &a, &own), UPIPE_ERR_ARG, c.err);
             if (c.ring == NULL) break;
         }
     }
     c.ring = &comms[1];
-    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
+    CHECK_STATUS(upi_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_OK, c.err);
     memcpy(before, c.ring->list, sizeof before);
-    CHECK_REFUSED(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err,
+    CHECK_REFUSED(upi_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_ERR_ARG, c.err,
                   "upipe_comm_wait comes first");
-    CHECK_STATUS(upipe_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upi_ring_all_gather_start(&c, &p, &full, 1, all_k, all_v, k, v), UPIPE_ERR_ARG, c.err);
     CHECK_BYTES(before, c.ring->list, sizeof before);
     CHECK_STATUS(upipe_comm_wait(&c, c.ring), UPIPE_OK, c.err); /* none of this has hurt the ring */
-    CHECK_STATUS(upipe_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_OK, c.err);
+    CHECK_STATUS(upi_ring_reduce_scatter(&c, &p, 1, 32, sum, all_k, buf), UPIPE_OK, c.err);
 }
 
 int main(int argc, char **argv)

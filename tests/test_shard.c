@@ -2,7 +2,7 @@
  * positions, equal work for the ring's ranks at every step
  */
 #include "lib/test.h"
-#include "upipe/upipe_shard.h"
+#include "upipe/upipe_plan.h"
 
 enum { TOKENS_MAX = 4096, RING_MAX = 8 };
 
@@ -21,7 +21,7 @@ static void walk(upipe_layout layout, int64_t tokens, int ring, int ranks)
         if (held.n > most) most = held.n;
         if (held.n < least) least = held.n;
         for (int c = 0; c < ranks; ++c) {
-            upipe_shard mine = upipe_shard_team(&held, ranks, c);
+            upipe_shard mine = upi_shard_team(&held, ranks, c);
             int64_t sum = 0;
             test_rank = c;
             CHECK_INT(mine.step, held.step);

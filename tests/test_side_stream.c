@@ -158,7 +158,7 @@ static upipe_status tell_all(tale *t, upipe_side_stream *side_stream, int n, upi
     upipe_status s;
     upipe_ctx c = {.ops = &ops, .team = &team};
     upipe_comm_self(&team, &buf, ops.copy);
-    s = upipe_pipeline_run(&c, side_stream, n, tell_load, tell_attend, tell_store, t);
+    s = upi_pipeline_run(&c, side_stream, n, tell_load, tell_attend, tell_store, t);
     *e = c.err;
     return s;
 }

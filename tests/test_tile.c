@@ -9,7 +9,7 @@
 #include "lib/close.h"
 #include "lib/context.h"
 
-#include "upipe/upipe_tile.h"
+#include "upipe/upipe_mlp.h"
 #include "upipe/cuda/upipe_cuda_bytes.h"
 
 /* Weight gradients, and the bits that leave them out. */
@@ -63,9 +63,9 @@ static void fill_case(tile_case *t, test_rng *r, uint64_t seed)
 
 typedef struct tile_args {
     upipe_mlp mlp;
-    upipe_head head;
+    upipe_loss head;
     upipe_mlp_grads mlp_grads;
-    upipe_head_grads head_grads;
+    upipe_loss_grads head_grads;
     upipe_view x, y, dy, dx;
     float *losses;
     int loss; /* which of the two */
@@ -645,8 +645,8 @@ static void test_loss_rows(void)
     } cases[] = {{0, 0, 128, 128}, {1, 0, 1600, 1024}, {0, 1, 256, 256}, {1, 1, 256, 256}};
     for (int i = 0; i < 4; ++i) {
         upipe_ops ops = cpu_table();
-        upipe_head head = {.w = &ops, .norm_weight = (const float *)&ops, .vocab = VOCAB, .norm_eps = 1e-5f};
-        upipe_head_grads grads = {(float *)&ops, (float *)&ops};
+        upipe_loss head = {.w = &ops, .norm_weight = (const float *)&ops, .vocab = VOCAB, .norm_eps = 1e-5f};
+        upipe_loss_grads grads = {(float *)&ops, (float *)&ops};
         upipe_view x = upipe_view_packed(&ops, UPIPE_BF16, ROWS, 1, DIM);
         const size_t row = DIM * 2 + VOCAB * 4, more = DIM * 4 + VOCAB * 2;
         upipe_status status;

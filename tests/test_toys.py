@@ -123,7 +123,7 @@ def test_mask(folder):
     upipe_ctx c = {.ops = &cuda};
     upipe_attn a = {.mask.block = 4};
     upipe_cuda_plan_ops(&cuda);
-    CHECK_REFUSED(upipe_attn_check_can(&c, &a, 0), UPIPE_ERR_UNSUPPORTED, c.err, "cuda does not know block-local attention yet");
+    CHECK_REFUSED(upi_attn_check_can(&c, &a, 0), UPIPE_ERR_UNSUPPORTED, c.err, "cuda does not know block-local attention yet");
     cpu_place(), test_sight(), test_refusals();
     return test_end("masks");""", {}, *table, '-DUPIPE_CPU_SCALAR', '-include', 'upipe/cuda/upipe_cuda_bytes.h')
     checked('tests/test_plan.c', 'test_rings(); return test_end("plan");', {}, *table)

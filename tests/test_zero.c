@@ -136,7 +136,7 @@ static void set_weights(const way *w, const upipe_zero *z, upipe_zero_part p, in
 static int lends(const upipe_zero *z, int unit)
 {
     const int64_t n = first[unit + 1] - first[unit];
-    return z->stage >= 2 && !z->grads_away && z->round == 0 && n > 0 && upipe_zero_slice(z, unit).at >= n;
+    return z->stage >= 2 && !z->offload_grads && z->round == 0 && n > 0 && upipe_zero_slice(z, unit).at >= n;
 }
 
 /* What this rank adds, unit by unit, downwards. */
@@ -244,7 +244,7 @@ static upipe_status alloc(upipe_ctx *c, upipe_zero *z)
     UPIPE_TRY(upipe_alloc(c, &z->weights,
                           (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * upipe_dtype_bytes(z->dtype),
                           UPIPE_USE_OTHER, "weights"));
-    if (z->grads_away) {
+    if (z->offload_grads) {
         z->grads = (float *)malloc(grads + 1);
         memset(z->grads, 0xff, grads);
         return UPIPE_OK;
@@ -285,8 +285,8 @@ static upipe_status rank_main(void *user, int rank)
     test_rank = rank;
     context_pool(&c, &mem, &w->ops, pool, BLOCKS);
     z.stage = odd_stage ? (w->stage + 1) % UPIPE_ZERO_STAGES : w->stage;
-    z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip, z.grads_away = w->away;
-    z.weights_away = w->away && w->stage == 3;
+    z.dtype = w->dtype, z.sent = w->sent, z.strip = w->strip, z.offload_grads = w->away;
+    z.offload_weights = w->away && w->stage == 3;
     if (w->ahead) {
         side_begin(&c, &side, 0);
         z.side = c.side_stream;
@@ -306,7 +306,7 @@ static upipe_status rank_main(void *user, int rank)
     }
     w->errors[rank] = c.err;
     upipe_mem_free(&mem, z.weights, NULL);
-    if (z.grads_away)
+    if (z.offload_grads)
         free(z.grads);
     else
         upipe_mem_free(&mem, z.grads, NULL);
@@ -446,11 +446,11 @@ static void test_refused(void)
     CHECK(upipe_zero_slice(&bad, 2).n == 0 && upipe_zero_part_of(&bad, UPIPE_ZERO_STATES, 1).n == 0);
     bad = z, bad.first = odd, bad.units = 2;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "unit 1 has -4 elements");
-    bad = z, bad.stage = 2, bad.weights_away = 1;
+    bad = z, bad.stage = 2, bad.offload_weights = 1;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "parameters are away in stage 2");
-    bad.grads_away = 1;
+    bad.offload_grads = 1;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "parameters are away in stage 2");
-    bad = z, bad.stage = 1, bad.grads_away = 1;
+    bad = z, bad.stage = 1, bad.offload_grads = 1;
     CHECK_REFUSED(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err, "gradients are away in stage 1");
     bad = z, bad.side = &side;
     CHECK_STATUS(upipe_zero_check(c, &bad), UPIPE_ERR_ARG, c->err);
@@ -551,7 +551,7 @@ static void test_next_step(void)
     for (int away = 0; away < 2; ++away) {
         upipe_zero z = alone_make(&one, POOL, 2, two, 2);
         float *g, *left;
-        z.grads = shard, z.grads_away = away;
+        z.grads = shard, z.offload_grads = away;
         for (int step = 0; step < 2; ++step) {
             CHECK_STATUS(upipe_zero_grads_clear(c, &z), UPIPE_OK, c->err);
             for (int round = 0; round < 2; ++round) {

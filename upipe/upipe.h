@@ -1,4 +1,4 @@
-/* upipe.h -- context parallelism for long-context training, in C: all of the core        layer 11
+/* upipe.h -- context parallelism for long-context training, in C: all of the core
  *
  * What this library does NOT do: no training loop, no autograd, no tensor type beyond a view, no allocation,
  * no threads, no communicators or streams of its own, no printing, no exit, no global state. It does not own
@@ -31,9 +31,9 @@
  *     upipe_qkv_fwd(&ctx, &qkv, &saved);                 attention of your own Q, K, V       upipe_qkv.h
  *     upipe_qkv_bwd(&ctx, &qkv, &grads, &saved);
  *
- *     upipe_host_open(&h, &desc);  ...                   plan, dry run, pool and context    upipe_host.h
+ *     upipe_session_open(&h, &desc);  ...                   plan, dry run, pool and context    upipe_session.h
  *
- *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_tile.h
+ *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_mlp.h
  *     upipe_all_reduce(&ctx, ctx.team, dwq, n);          sums over the ranks of a team       upipe_reduce.h
  *     upipe_zero_weights_begin(&ctx, &zero, unit, &w);   states sharded over all ranks       upipe_zero.h
  *
@@ -42,47 +42,35 @@
  *     upipe_linear_layer_fwd(&ctx, ctx.team, &l, ...);   a layer of it                       upipe_linear_layer.h
  *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h
- *     upipe_shard_pos(&plan.shard, i);                   which token row i of a rank is      upipe_shard.h
+ *     upipe_shard_pos(&plan.shard, i);                   which token row i of a rank is      upipe_plan.h
  *     upipe_fpdt_fwd(&ctx, &fpdt, &saved, x);            FPDT, UPipe x FPDT                  upipe_fpdt.h
  *
  * Every part can be used alone. A trainer with a forward of its own may use the plan, the pool and the
- * all-to-alls (upipe_a2a.h), attention of a stage (upipe_attend.h), a ring (upipe_ring.h), or attention by
- * itself (upipe_attn.h). What a stage loads, attends and stores is in upipe_stage.h. Each header begins with
+ * all-to-alls (upipe_a2a.h), attention of a stage (upipe_ring.h), a ring (upipe_ring.h), or attention by
+ * itself (upipe_attn.h). What a stage loads, attends and stores is in upipe_layer.h. Each header begins with
  * its layouts and an example.
  */
 #ifndef UPIPE_H
 #define UPIPE_H
 
 #include "upipe_base.h"
-#include "upipe_shard.h"
-#include "upipe_schedule.h"
-#include "upipe_plan.h"
-#include "upipe_sent.h"
 #include "upipe_mem.h"
 #include "upipe_ops.h"
 #include "upipe_comm.h"
-#include "upipe_agree.h"
-#include "upipe_unwind.h"
-#include "upipe_a2a.h"
-#include "upipe_borders.h"
 #include "upipe_reduce.h"
-#include "upipe_linear.h"
-#include "upipe_linear_rows.h"
-#include "upipe_scan.h"
-#include "upipe_zero.h"
+#include "upipe_plan.h"
+#include "upipe_a2a.h"
 #include "upipe_attn.h"
-#include "upipe_attend.h"
 #include "upipe_ring.h"
-#include "upipe_side_stream.h"
-#include "upipe_stage.h"
 #include "upipe_layer.h"
-#include "upipe_out_gate.h"
-#include "upipe_linear_layer.h"
-#include "upipe_segments.h"
-#include "upipe_fpdt.h"
 #include "upipe_qkv.h"
-#include "upipe_tile.h"
+#include "upipe_fpdt.h"
+#include "upipe_scan.h"
+#include "upipe_linear.h"
+#include "upipe_linear_layer.h"
+#include "upipe_mlp.h"
+#include "upipe_zero.h"
 #include "upipe_dry.h"
-#include "upipe_host.h"
+#include "upipe_session.h"
 
 #endif

@@ -1,4 +1,4 @@
-/* upipe_a2a.h -- both all-to-alls of the paper, which never pack, and the slots of final_out        layer 4
+/* upipe_a2a.h -- both all-to-alls of the paper, which never pack, and the slots of final_out
  *
  * Layouts are chosen so that both all-to-alls move whole blocks:
  *
@@ -14,26 +14,24 @@
 #define UPIPE_A2A_H
 
 #include "upipe_comm.h"
-#include "upipe_mem.h"
-#include "upipe_ops.h"
 #include "upipe_plan.h"
 
 /* ---- the send layout: which heads lie where ---- */
 
-/* upipe_head_run -- equal blocks of a buffer in send layout: [blocks][batch][T][heads][dim], from head `offset` of
- *                   the buffer on
+/* upi_head_run -- equal blocks of a buffer in send layout: [blocks][batch][T][heads][dim], from head `offset` of
+ *                 the buffer on
  *
  * Block b holds the heads first + b * stride + (0 .. heads - 1). The products of all blocks of a run are one
  * strided-batched call. Where heads divide evenly, a stage's buffer is one run.
  */
-typedef struct upipe_head_run {
+typedef struct upi_head_run {
     int blocks, heads, first, stride, offset;
-} upipe_head_run;
+} upi_head_run;
 
 /* A run of all its fields, at the start of the buffer. */
-UPIPE_API upipe_head_run upipe_head_run_make(int blocks, int heads, int first, int stride)
+UPIPE_API upi_head_run upi_head_run_make(int blocks, int heads, int first, int stride)
 {
-    upipe_head_run h;
+    upi_head_run h;
     h.blocks = blocks;
     h.heads = heads;
     h.first = first;
@@ -43,30 +41,30 @@ UPIPE_API upipe_head_run upipe_head_run_make(int blocks, int heads, int first, i
 }
 
 /* All key/value heads in natural order, [Hkv][batch][T][dim]. */
-UPIPE_API upipe_head_run upipe_head_run_all_kv(const upipe_plan *p)
+UPIPE_API upi_head_run upi_head_run_all_kv(const upipe_plan *p)
 {
-    return upipe_head_run_make(p->desc.kv_heads, 1, 0, 1);
+    return upi_head_run_make(p->desc.kv_heads, 1, 0, 1);
 }
 
-/* upipe_head_run_next -- the runs of a stage's send buffer, one after the other
+/* upi_head_run_next -- the runs of a stage's send buffer, one after the other
  *   rank    in and out: the rank with which the next run begins; 0 before the first call
  *   run     in and out: the next run begins in the buffer where the previous one ended
  * Returns 0 after the last one.
  */
-UPIPE_API int upipe_head_run_next(const upipe_plan *p, upipe_a2a_heads which, int stage, int *rank,
-                                  upipe_head_run *run)
+UPIPE_API int upi_head_run_next(const upipe_plan *p, upipe_a2a_heads which, int stage, int *rank,
+                                upi_head_run *run)
 {
-    upipe_head_range before = upipe_head_range_make(0, 0), s;
+    upipe_head_range before = upi_head_range_make(0, 0), s;
     int end = 0, r;
     if (*rank > 0) {
         before = upipe_plan_part(p, which, stage, *rank - 1);
         end = run->offset + run->blocks * run->heads;
     }
-    *run = upipe_head_run_make(0, 0, 0, 1);
+    *run = upi_head_run_make(0, 0, 0, 1);
     run->offset = end;
     for (r = *rank; r < p->desc.ranks; ++r, before = s) {
         s = upipe_plan_part(p, which, stage, r);
-        if (s.count == 0 || upipe_plan_same_block(which, before, s)) continue;
+        if (s.count == 0 || upi_plan_same_block(which, before, s)) continue;
         if (run->blocks == 0) {
             run->first = s.first;
             run->heads = s.count;
@@ -83,7 +81,7 @@ UPIPE_API int upipe_head_run_next(const upipe_plan *p, upipe_a2a_heads which, in
 }
 
 /* A run as a batch of matrices [rows][heads * dim], one a block. */
-UPIPE_API upipe_view upipe_head_run_matrix(const upipe_plan *p, void *data, upipe_head_run h, int dim)
+UPIPE_API upipe_view upi_head_run_matrix(const upipe_plan *p, void *data, upi_head_run h, int dim)
 {
     int32_t width = h.heads * dim;
     return upipe_view_make(upipe_offset(data, upipe_plan_rows_bytes(p, h.offset, dim)), p->desc.dtype,
@@ -96,10 +94,10 @@ UPIPE_API upipe_view upipe_head_run_matrix(const upipe_plan *p, void *data, upip
  * written.
  *   heads  [rows][H or Hkv][dim], of any strides and type
  */
-UPIPE_API upipe_status upipe_head_run_copy(upipe_ctx *c, const upipe_plan *p, void *data, upipe_head_run h,
-                                           upipe_view heads, int to_run)
+UPIPE_API upipe_status upi_head_run_copy(upipe_ctx *c, const upipe_plan *p, void *data, upi_head_run h,
+                                         upipe_view heads, int to_run)
 {
-    upipe_view block = upipe_view_packed(upipe_head_run_matrix(p, data, h, heads.d).data, p->desc.dtype,
+    upipe_view block = upipe_view_packed(upi_head_run_matrix(p, data, h, heads.d).data, p->desc.dtype,
                                          p->rows, h.heads, heads.d);
     const size_t bytes = upipe_plan_rows_bytes(p, h.heads, heads.d);
     int b;
@@ -116,7 +114,7 @@ UPIPE_API upipe_status upi_a2a_reorder(upipe_ctx *c, const upipe_plan *p, void *
                                        upipe_a2a_heads which, upipe_view heads, int to_blocks)
 {
     const int all = p == NULL ? 0 : which == UPIPE_A2A_Q ? p->desc.heads : p->desc.kv_heads;
-    upipe_head_run h;
+    upi_head_run h;
     int rank = 0;
     if (p == NULL || heads.data == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "plan or heads are NULL");
     if (which == UPIPE_A2A_DKV || stage < 0 || stage >= p->stages)
@@ -126,8 +124,8 @@ UPIPE_API upipe_status upi_a2a_reorder(upipe_ctx *c, const upipe_plan *p, void *
     if (heads.n != p->rows || heads.h != all)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "heads in natural order are [%lld][%d], not [%lld][%d]",
                           (long long)p->rows, all, (long long)heads.n, heads.h);
-    while (upipe_head_run_next(p, which, stage, &rank, &h))
-        UPIPE_TRY(upipe_head_run_copy(c, p, blocks, h, heads, to_blocks));
+    while (upi_head_run_next(p, which, stage, &rank, &h))
+        UPIPE_TRY(upi_head_run_copy(c, p, blocks, h, heads, to_blocks));
     return UPIPE_OK;
 }
 
@@ -195,15 +193,15 @@ UPIPE_API int upi_a2a_list(upipe_comm *team, const upipe_plan *p, int stage, upi
 {
     const size_t mine = (size_t)upipe_plan_part(p, which, stage, team->rank).count * token_bytes;
     const size_t row = (size_t)p->team_tokens * mine;
-    upipe_head_range before = upipe_head_range_make(0, 0);
+    upipe_head_range before = upi_head_range_make(0, 0);
     int64_t first, at = 0;
     int r, used = 0;
     for (r = 0; r < team->ranks; ++r) {
         const upipe_head_range part = upipe_plan_part(p, which, stage, r);
-        const size_t theirs = (size_t)upipe_plan_tokens(p, r, &first) * mine;
+        const size_t theirs = (size_t)upi_plan_tokens(p, r, &first) * mine;
         const size_t block = (size_t)(p->local * part.count) * token_bytes;
         void *in_blocks, *in_heads = upipe_offset(heads, (size_t)first * mine);
-        if (r > 0 && !upipe_plan_same_block(which, before, part)) at += before.count;
+        if (r > 0 && !upi_plan_same_block(which, before, part)) at += before.count;
         before = part;
         in_blocks = upipe_offset(blocks, (size_t)(at * p->rows) * token_bytes);
         if (to_heads)
@@ -223,7 +221,7 @@ UPIPE_API int upi_a2a_list(upipe_comm *team, const upipe_plan *p, int stage, upi
  *                                 gives its place). Does not overlap dst
  *   which  UPIPE_A2A_Q or UPIPE_A2A_KV: whose heads of `plan` and `stage`
  *   token_bytes   bytes of one token and head
- *   bytes  as upipe_plan_sent_stage counts
+ *   bytes  as upi_plan_sent_stage counts
  *   order  when it returns dst is complete, and src may be written again, for what comes behind on ctx->stream
  *   errors ARG (a plan of another team or rank), others as upipe_comm_wait
  *   paper  sections 3.1 and 3.3
@@ -288,8 +286,8 @@ UPIPE_API void upipe_slots_init(upipe_slots *s, void *data, size_t slot_bytes, i
     memset(s->state, state, (size_t)n);
 }
 
-/* upipe_slot_at -- the memory of slot i, whatever its state */
-UPIPE_API char *upipe_slot_at(const upipe_slots *s, int i)
+/* upi_slot_at -- the memory of slot i, whatever its state */
+UPIPE_API char *upi_slot_at(const upipe_slots *s, int i)
 {
     return s->data + (size_t)(i % s->buffers) * s->slot_bytes;
 }
@@ -303,25 +301,25 @@ UPIPE_API upipe_status upi_slot_move(upipe_slots *s, int i, int from, int to, vo
     if (*state != from)
         return upipe_fail(e, UPIPE_ERR_ARG, "slot %d is %s, not %s", i, names[*state], names[from]);
     *state = (unsigned char)to;
-    if (out != NULL) *out = upipe_slot_at(s, i);
+    if (out != NULL) *out = upi_slot_at(s, i);
     return UPIPE_OK;
 }
 
 /* Lends the empty slot: *out is its memory, to be written. Errors: ARG where the slot is not empty. */
-UPIPE_API upipe_status upipe_slot_lend(upipe_slots *s, int i, void **out, upipe_err *e)
+UPIPE_API upipe_status upi_slot_lend(upipe_slots *s, int i, void **out, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_EMPTY, UPIPE_SLOT_LENT, out, e);
 }
 
 /* The lent slot is full: it holds its result. Errors: ARG where the slot is not lent. */
-UPIPE_API upipe_status upipe_slot_fill(upipe_slots *s, int i, upipe_err *e)
+UPIPE_API upipe_status upi_slot_fill(upipe_slots *s, int i, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_LENT, UPIPE_SLOT_FULL, NULL, e);
 }
 
 /* Drains the full slot: *out is its memory, to be read for the last time; the slot is empty. Errors: ARG
  * where the slot is not full. */
-UPIPE_API upipe_status upipe_slot_drain(upipe_slots *s, int i, void **out, upipe_err *e)
+UPIPE_API upipe_status upi_slot_drain(upipe_slots *s, int i, void **out, upipe_err *e)
 {
     return upi_slot_move(s, i, UPIPE_SLOT_FULL, UPIPE_SLOT_EMPTY, out, e);
 }
@@ -345,14 +343,14 @@ UPIPE_API upipe_view upipe_slots_matrix(const upipe_plan *p, const upipe_slots *
                                         int dim)
 {
     const size_t before = upipe_plan_rows_bytes(p, upipe_plan_offset(p, UPIPE_A2A_Q, stage, rank), dim);
-    return upipe_view_packed(upipe_slot_at(slots, stage) + before, p->desc.dtype, p->rows, 1,
+    return upipe_view_packed(upi_slot_at(slots, stage) + before, p->desc.dtype, p->rows, 1,
                              upipe_plan_q(p, stage, rank).count * dim);
 }
 
-/* upipe_slots_check -- ARG unless these are slots of this plan, and all of them full; `name` is for the
- *                      sentence */
-UPIPE_API upipe_status upipe_slots_check(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
-                                         const char *name)
+/* upi_slots_check -- ARG unless these are slots of this plan, and all of them full; `name` is for the
+ *                    sentence */
+UPIPE_API upipe_status upi_slots_check(upipe_ctx *c, const upipe_plan *p, const upipe_slots *slots,
+                                       const char *name)
 {
     size_t bytes = p != NULL ? p->buffers.slot : 0;
     int i;
@@ -373,14 +371,14 @@ UPIPE_API upipe_status upi_slots_reorder(upipe_ctx *c, const upipe_plan *p, cons
 {
     const int64_t width = p != NULL ? (int64_t)p->desc.heads * p->desc.v_dim : 0;
     int stage;
-    UPIPE_TRY(upipe_slots_check(c, p, slots, "slots"));
+    UPIPE_TRY(upi_slots_check(c, p, slots, "slots"));
     if (natural.n != p->rows || natural.h != 1 || natural.d != width)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "heads in natural order are [%lld][1][%lld], not [%lld][%d][%d]",
                           (long long)p->rows, (long long)width, (long long)natural.n, natural.h, natural.d);
     natural = upipe_view_heads(natural, p->desc.heads);
     for (stage = 0; stage < p->stages; ++stage)
-        UPIPE_TRY(upi_a2a_reorder(c, p, upipe_slot_at(slots, stage), stage, UPIPE_A2A_Q, natural, to_slots));
+        UPIPE_TRY(upi_a2a_reorder(c, p, upi_slot_at(slots, stage), stage, UPIPE_A2A_Q, natural, to_slots));
     return UPIPE_OK;
 }
 

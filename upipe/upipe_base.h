@@ -1,4 +1,4 @@
-/* upipe_base.h -- status and error, data types, the tensor view, the context        layer 0
+/* upipe_base.h -- status and error, data types, the tensor view, the context
  *
  * Every call returns a upipe_status. A failed call leaves its reason, with the numbers that disagreed, in a
  * upipe_err: by value in the context, or where the caller points to. Nothing here prints, exits or keeps
@@ -86,7 +86,7 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upipe_f
 }
 
 /* Records a failure whose entry of the compute table has left no sentence: a host's own may not. */
-UPIPE_API void upipe_fail_reason(upipe_err *e, upipe_status s)
+UPIPE_API void upi_fail_reason(upipe_err *e, upipe_status s)
 {
     if (e->status != s) upipe_fail(e, s, "an entry of the compute table failed without a reason");
 }
@@ -94,7 +94,7 @@ UPIPE_API void upipe_fail_reason(upipe_err *e, upipe_status s)
 /* The number behind a field that is an enum, at an address of that many bytes. A description may hold any, but a C++
  * compiler may assume that an enum it loads has one of the enum's values: so it is read as a number and checked
  * first. */
-UPIPE_API int upipe_enum_number(const void *field, size_t bytes)
+UPIPE_API int upi_enum_number(const void *field, size_t bytes)
 {
     int number = 0;
     memcpy(&number, field, bytes < sizeof number ? bytes : sizeof number);
@@ -122,17 +122,17 @@ UPIPE_API const char *upipe_dtype_name(upipe_dtype t)
 }
 
 /* Whether a field's type is one. */
-UPIPE_API int upipe_dtype_built(const upipe_dtype *t)
+UPIPE_API int upi_dtype_built(const upipe_dtype *t)
 {
-    const int number = upipe_enum_number(t, sizeof *t);
+    const int number = upi_enum_number(t, sizeof *t);
     return number == UPIPE_F32 || number == UPIPE_BF16;
 }
 
 /* The name of a field's type, which may be none. */
-UPIPE_API const char *upipe_dtype_name_of(const upipe_dtype *t)
+UPIPE_API const char *upi_dtype_name_of(const upipe_dtype *t)
 {
-    return upipe_dtype_built(t) ? upipe_dtype_name((upipe_dtype)upipe_enum_number(t, sizeof *t))
-                                : "no storage type";
+    return upi_dtype_built(t) ? upipe_dtype_name((upipe_dtype)upi_enum_number(t, sizeof *t))
+                              : "no storage type";
 }
 
 /* upipe_view -- n tokens x h heads x d contiguous elements; strides count elements, not bytes
@@ -194,7 +194,7 @@ UPIPE_API upipe_view upipe_view_heads(upipe_view v, int32_t h)
 struct upipe_ops;         /* upipe_ops.h: the compute table */
 struct upipe_mem;         /* upipe_mem.h: the pool */
 struct upipe_comm;        /* upipe_comm.h: a communicator */
-struct upipe_side_stream; /* upipe_side_stream.h: a second stream of the rank */
+struct upipe_side_stream; /* upipe_ops.h: a second stream of the rank */
 
 /* upipe_ctx -- everything a call may use, owned by the host, one per rank
  *   ops          compute table, constant while in use; ranks may share one
@@ -216,9 +216,9 @@ typedef struct upipe_ctx {
     upipe_err err;
 } upipe_ctx;
 
-/* upipe_ctx_check -- ARG if the table, the pool or the team is NULL; every call over a team begins with it. Where the
- *                    context itself is NULL there is no place for a sentence */
-UPIPE_API upipe_status upipe_ctx_check(upipe_ctx *c)
+/* upi_ctx_check -- ARG if the table, the pool or the team is NULL; every call over a team begins with it. Where the
+ *                  context itself is NULL there is no place for a sentence */
+UPIPE_API upipe_status upi_ctx_check(upipe_ctx *c)
 {
     if (c == NULL) return UPIPE_ERR_ARG;
     if (c->ops != NULL && c->mem != NULL && c->team != NULL) return UPIPE_OK;

@@ -1,4 +1,4 @@
-/* upipe_comm.h -- the transport table, and the one-rank team        layer 1, includes upipe_base.h
+/* upipe_comm.h -- the transport table, and the one-rank team
  *
  * A transfer is a batch of point-to-point sends and receives. Each rank passes a list of messages: what it
  * sends to which peer, and what it receives from which. An all-to-all, a shift round a ring and an all-gather
@@ -23,14 +23,15 @@
  * itself waits in another communicator, is not the one to be named.
  *
  * Quarantine. Where a peer may still access the buffers of a failed transfer, comm->quarantine is set: their
- * memory must neither be used again nor freed before the peers have ended. A pool keeps it (upipe_mem_quarantine).
+ * memory must neither be used again nor freed before the peers have ended. A pool keeps it (upi_mem_quarantine).
  *
  * The host makes and frees communicators with the headers in net/. The library only uses them.
  */
 #ifndef UPIPE_COMM_H
 #define UPIPE_COMM_H
 
-#include "upipe_base.h"
+#include "upipe_mem.h"
+#include "upipe_ops.h"
 
 /* upipe_msg -- what a rank sends to one peer, receives from it, or both, in one transfer
  *   send  `count` blocks of send_bytes; block i begins at send + i * send_stride. NULL with 0 bytes: no send
@@ -73,9 +74,9 @@ struct upipe_comm;
  *   fail     makes this the team's first failure, informs the other ranks and returns nonzero. If there is
  *            one already, it does nothing and returns 0. A NULL entry: the team cannot fail
  *   settle   returns when no transfer that `wait` has left to the streams is in progress; a NULL entry: `wait`
- *            leaves none. What waits for a stream calls it first (upipe_comm_settle)
+ *            leaves none. What waits for a stream calls it first (upi_comm_settle)
  *   gather   a whole transfer, start and wait: `bytes` from `mine` of each rank come to `all`, in rank order, on every rank.
- *            mine is this rank's place in `all`, or elsewhere. A NULL entry: upipe_slices_gather sends messages
+ *            mine is this rank's place in `all`, or elsewhere. A NULL entry: upi_slices_gather sends messages
  */
 typedef struct upipe_comm_ops {
     const char *name;
@@ -105,7 +106,7 @@ typedef struct upipe_comm {
     upipe_comm_ops ops;
     void *impl;          /* the transport's own state */
     upipe_msg *list;     /* space for 2 * ranks messages, for the calls that build lists */
-    int64_t *gathered;   /* space for ranks * UPIPE_ALL_GATHER_MAX numbers, for upipe_comm_agree */
+    int64_t *gathered;   /* space for ranks * UPIPE_ALL_GATHER_MAX numbers, for upi_agree */
     int64_t sent_bytes;  /* sent to other ranks so far; copies to the rank itself do not count */
     int64_t moved_bytes; /* received from other ranks so far, counted by the transport */
     double deadline;     /* seconds that one call may wait for its peers */
@@ -143,7 +144,7 @@ UPIPE_API void upipe_comm_part(upipe_comm *part, upipe_comm *world, int first, i
 }
 
 /* The end of a part, or of no part. */
-UPIPE_API void upipe_comm_leave(upipe_comm *part)
+UPIPE_API void upi_comm_leave(upipe_comm *part)
 {
     upipe_comm *before = part->world;
     while (before != NULL && before->part != part) before = before->part;
@@ -152,13 +153,13 @@ UPIPE_API void upipe_comm_leave(upipe_comm *part)
 }
 
 /* The communicator of which this one is a part, or itself; its parts follow it by `part`. */
-UPIPE_API upipe_comm *upipe_comm_world(const upipe_comm *comm)
+UPIPE_API upipe_comm *upi_comm_world(const upipe_comm *comm)
 {
     return comm->world != NULL ? comm->world : (upipe_comm *)(uintptr_t)comm;
 }
 
 /* What rank r is called in a sentence. */
-UPIPE_API int upipe_comm_called(const upipe_comm *comm, int r)
+UPIPE_API int upi_comm_called(const upipe_comm *comm, int r)
 {
     return comm->world != NULL ? comm->first + r * comm->step : r;
 }
@@ -167,7 +168,7 @@ UPIPE_API int upipe_comm_called(const upipe_comm *comm, int r)
 
 /* Returns the failure of a broken team. own: the status, if this call has detected the failure, else
  * UPIPE_OK. Then a MISMATCH is returned once, as any rank may have caused it, and ABORTED otherwise. */
-UPIPE_API upipe_status upipe_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
+UPIPE_API upipe_status upi_comm_report(upipe_err *e, upipe_comm *comm, upipe_status own)
 {
     const upipe_err *first = comm->ops.failure(comm);
     int mismatch = !comm->reported && first->status == UPIPE_ERR_MISMATCH;
@@ -177,9 +178,9 @@ UPIPE_API upipe_status upipe_comm_report(upipe_err *e, upipe_comm *comm, upipe_s
 }
 
 /* UPIPE_OK while the team is whole. */
-UPIPE_API upipe_status upipe_comm_whole(upipe_ctx *c, upipe_comm *comm)
+UPIPE_API upipe_status upi_comm_whole(upipe_ctx *c, upipe_comm *comm)
 {
-    return comm->ops.failure(comm) == NULL ? UPIPE_OK : upipe_comm_report(&c->err, comm, UPIPE_OK);
+    return comm->ops.failure(comm) == NULL ? UPIPE_OK : upi_comm_report(&c->err, comm, UPIPE_OK);
 }
 
 /* Breaks the team with this sentence, unless it is broken already; returns what the rank must return. */
@@ -191,7 +192,7 @@ __attribute__((unused, format(printf, 4, 5))) static inline upipe_status upipe_c
     va_start(args, format);
     vsnprintf(mine.text, sizeof mine.text, format, args);
     va_end(args);
-    return upipe_comm_report(e, comm, comm->ops.fail(comm, s, mine.text) ? s : UPIPE_OK);
+    return upi_comm_report(e, comm, comm->ops.fail(comm, s, mine.text) ? s : UPIPE_OK);
 }
 
 /* upipe_comm_abort -- breaks the team: current and later calls of every rank fail with the sentence `why` */
@@ -206,7 +207,7 @@ UPIPE_API void upipe_comm_abort(upipe_comm *comm, const char *why)
 enum { UPIPE_MSG_SEND, UPIPE_MSG_RECV };
 
 /* The first message, of number i or a later one, that sends to `peer`, or receives from it; n: there is none. */
-UPIPE_API int upipe_msg_next(const upipe_msg *list, int n, int peer, int way, int i)
+UPIPE_API int upi_msg_next(const upipe_msg *list, int n, int peer, int way, int i)
 {
     while (i < n &&
            (list[i].peer != peer || (way == UPIPE_MSG_SEND ? list[i].send_bytes : list[i].recv_bytes) == 0))
@@ -219,37 +220,37 @@ typedef upipe_status (*upipe_copy)(upipe_ctx *c, void *dst, const void *src, siz
 
 /* The next message that a rank sends to itself: *from is its send, *to its receive; both begin at -1. Sets
  * *from to n behind the last one. Fails if the two do not match. */
-UPIPE_API upipe_status upipe_msg_own(upipe_err *e, upipe_comm *comm, const upipe_msg *list, int n, int *from,
-                                     int *to)
+UPIPE_API upipe_status upi_msg_own(upipe_err *e, upipe_comm *comm, const upipe_msg *list, int n, int *from,
+                                   int *to)
 {
-    *from = upipe_msg_next(list, n, comm->rank, UPIPE_MSG_SEND, *from + 1);
-    *to = upipe_msg_next(list, n, comm->rank, UPIPE_MSG_RECV, *to + 1);
+    *from = upi_msg_next(list, n, comm->rank, UPIPE_MSG_SEND, *from + 1);
+    *to = upi_msg_next(list, n, comm->rank, UPIPE_MSG_RECV, *to + 1);
     if (*from == n && *to == n) return UPIPE_OK;
     if (*from < n && *to < n && list[*from].send_bytes == list[*to].recv_bytes &&
         list[*from].count == list[*to].count)
         return UPIPE_OK;
     return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
                            "rank %d sends itself blocks that it does not receive",
-                           upipe_comm_called(comm, comm->rank));
+                           upi_comm_called(comm, comm->rank));
 }
 
 /* Copies what a rank sends to itself, block by block. */
-UPIPE_API upipe_status upipe_comm_copy_own(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n,
-                                           upipe_copy copy)
+UPIPE_API upipe_status upi_comm_copy_own(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n,
+                                         upipe_copy copy)
 {
     int from = -1, to = -1;
     for (;;) {
         int64_t i;
-        UPIPE_TRY(upipe_msg_own(&c->err, comm, list, n, &from, &to));
+        UPIPE_TRY(upi_msg_own(&c->err, comm, list, n, &from, &to));
         if (from == n) return UPIPE_OK;
         for (i = 0; i < list[from].count; ++i) {
             const void *src = upipe_offset(list[from].send, (size_t)i * list[from].send_stride);
             void *dst = upipe_offset(list[to].recv, (size_t)i * list[to].recv_stride);
             upipe_status s = copy(c, dst, src, list[from].send_bytes);
             if (s == UPIPE_OK) continue;
-            upipe_fail_reason(&c->err, s);
-            return upipe_comm_fail(&c->err, comm, s, "rank %d copying: %s",
-                                   upipe_comm_called(comm, comm->rank), c->err.text);
+            upi_fail_reason(&c->err, s);
+            return upipe_comm_fail(&c->err, comm, s, "rank %d copying: %s", upi_comm_called(comm, comm->rank),
+                                   c->err.text);
         }
     }
 }
@@ -304,24 +305,24 @@ UPIPE_API upipe_status upipe_comm_wait(upipe_ctx *c, upipe_comm *comm)
     return comm->ops.wait(c, comm);
 }
 
-/* upipe_comm_settle -- before the host waits for ctx->stream: where `wait` only orders the stream, waits until the
- *                      transfers of team and ring have ended, under the deadline. ops.sync and copies
- *                      to and from ordinary host memory do so
+/* upi_comm_settle -- before the host waits for ctx->stream: where `wait` only orders the stream, waits until the
+ *                    transfers of team and ring have ended, under the deadline. ops.sync and copies
+ *                    to and from ordinary host memory do so
  *   errors  as upipe_comm_wait. UPIPE_OK for a team that has failed: it holds up no stream
  */
-UPIPE_API upipe_status upipe_comm_settle(upipe_ctx *c)
+UPIPE_API upipe_status upi_comm_settle(upipe_ctx *c)
 {
     if (c->team != NULL && c->team->ops.settle != NULL) UPIPE_TRY(c->team->ops.settle(c, c->team));
     return c->ring != NULL && c->ring->ops.settle != NULL ? c->ring->ops.settle(c, c->ring) : UPIPE_OK;
 }
 
-/* upipe_comm_results -- before the host takes what it has from ctx->stream: the failure of a team or ring whose
- *                       transfers are left to the stream, as it has cut them off. upipe_comm_settle tells it once
+/* upi_comm_results -- before the host takes what it has from ctx->stream: the failure of a team or ring whose
+ *                     transfers are left to the stream, as it has cut them off. upi_comm_settle tells it once
  */
-UPIPE_API upipe_status upipe_comm_results(upipe_ctx *c)
+UPIPE_API upipe_status upi_comm_results(upipe_ctx *c)
 {
-    if (c->team != NULL && c->team->ops.settle != NULL) UPIPE_TRY(upipe_comm_whole(c, c->team));
-    return c->ring != NULL && c->ring->ops.settle != NULL ? upipe_comm_whole(c, c->ring) : UPIPE_OK;
+    if (c->team != NULL && c->team->ops.settle != NULL) UPIPE_TRY(upi_comm_whole(c, c->team));
+    return c->ring != NULL && c->ring->ops.settle != NULL ? upi_comm_whole(c, c->ring) : UPIPE_OK;
 }
 
 /* upipe_comm_barrier -- returns when every rank of the team has called it
@@ -377,7 +378,7 @@ UPIPE_API int upi_self_fail(upipe_comm *comm, upipe_status s, const char *why)
 UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
 {
     upipe_comm_self_state *state = (upipe_comm_self_state *)comm->impl;
-    UPIPE_TRY(upipe_comm_whole(c, comm));
+    UPIPE_TRY(upi_comm_whole(c, comm));
     state->posted = list;
     state->posted_n = n;
     return UPIPE_OK;
@@ -386,14 +387,14 @@ UPIPE_API upipe_status upi_self_start(upipe_ctx *c, upipe_comm *comm, const upip
 UPIPE_API upipe_status upi_self_wait(upipe_ctx *c, upipe_comm *comm)
 {
     const upipe_comm_self_state *state = (const upipe_comm_self_state *)comm->impl;
-    UPIPE_TRY(upipe_comm_whole(c, comm));
-    return upipe_comm_copy_own(c, comm, state->posted, state->posted_n, state->copy);
+    UPIPE_TRY(upi_comm_whole(c, comm));
+    return upi_comm_copy_own(c, comm, state->posted, state->posted_n, state->copy);
 }
 
 UPIPE_API upipe_status upi_self_all_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine,
                                            int n)
 {
-    UPIPE_TRY(upipe_comm_whole(c, comm));
+    UPIPE_TRY(upi_comm_whole(c, comm));
     memcpy(all, mine, (size_t)n * sizeof *all);
     return UPIPE_OK;
 }
@@ -405,7 +406,7 @@ UPIPE_API upipe_status upi_self_all_gather(upipe_ctx *c, upipe_comm *comm, int64
 UPIPE_API void upipe_comm_self(upipe_comm *comm, upipe_comm_self_state *state, upipe_copy copy)
 {
     static const upipe_comm_ops ops = {
-        "self",        upi_self_start, upi_self_wait, upipe_comm_whole, upi_self_all_gather, upi_self_failure,
+        "self",        upi_self_start, upi_self_wait, upi_comm_whole, upi_self_all_gather, upi_self_failure,
         upi_self_fail, NULL,           NULL};
     memset(comm, 0, sizeof *comm);
     memset(state, 0, sizeof *state);
@@ -453,6 +454,60 @@ UPIPE_API void upipe_comm_dry(upipe_comm *comm, int rank, int ranks, upipe_msg *
     comm->gathered = gathered;
     comm->rank = rank;
     comm->ranks = ranks;
+}
+
+enum { UPIPE_WEIGHTS_MAX = 12 };
+
+/* upipe_given -- what a forward was given: its backward must be given the same
+ *   plan     the plan's seal; 0: there was no forward
+ *   id       the layer's; 0: addresses of weights tell it
+ *   weights  marks of their addresses
+ *   numbers  marks of those that all ranks have compared
+ * A mark is 32 bits of a hash: another value has the same one once in 4 billion.
+ */
+typedef struct upipe_given {
+    uint64_t plan;
+    int64_t id;
+    uint32_t weights[UPIPE_WEIGHTS_MAX], numbers[UPIPE_ALL_GATHER_MAX];
+} upipe_given;
+
+#include "parts/agree.h"
+
+/* ---- the end of a call that fails ---- */
+
+/*     int64_t mark = upipe_mem_mark(ctx->mem);
+ *     upipe_status s = my_pass(ctx);                         several calls; any of them may fail
+ *     return s == UPIPE_OK ? s : upi_unwind(ctx, s, mark, NULL);
+ */
+
+/* upi_unwind -- after a failure: aborts ctx->team, ctx->ring and comm, drains the stream, frees what was allocated
+ *               since the mark
+ *   s       the failure; returned
+ *   mark    from upipe_mem_mark, before the pass
+ *   comm    another communicator that the pass has used: this rank does not come to its team or ring either. NULL: none
+ *
+ * A transfer that the failure left between start and wait is ended first. Draining the stream leaves no work of
+ * this rank that accesses the pool. Where a peer may still read this rank's memory (comm->quarantine), every
+ * block of the pool is quarantined: any of them may be a send buffer.
+ */
+UPIPE_API upipe_status upi_unwind(upipe_ctx *c, upipe_status s, int64_t mark, upipe_comm *comm)
+{
+    upipe_comm *const comms[3] = {c->team, c->ring, comm};
+    int i, quarantine = 0;
+    upipe_err first; /* the failure to report, whatever fails below */
+    upi_fail_reason(&c->err, s);
+    first = c->err;
+    for (i = 0; i < 3; ++i) upipe_comm_abort(comms[i], first.text);
+    for (i = 0; i < 3; ++i)
+        if (comms[i] != NULL && comms[i]->started) upipe_comm_wait(c, comms[i]);
+    c->ops->sync(c);
+    c->err = first;
+    for (i = 0; i < 3; ++i) quarantine |= comms[i] != NULL && comms[i]->quarantine;
+    if (quarantine)
+        upi_mem_quarantine(c->mem, 0);
+    else
+        upipe_mem_rewind(c->mem, mark);
+    return s;
 }
 
 #endif

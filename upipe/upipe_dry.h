@@ -1,4 +1,4 @@
-/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count        layer 9
+/* upipe_dry.h -- what will a run need? The real code over a pool and a team that only count
  *
  *     upipe_dry *dry = malloc(sizeof *dry);              about 970 KB: too much for some stacks
  *     if (upipe_dry_init(dry, &plan, &ops)) ...             then any code may run with &dry->ctx
@@ -9,15 +9,13 @@
  *
  * This is how the library knows its bytes. Sizes are those of the given compute table: its *_bytes entries are asked as
  * in the real run. Of tiles with the same number of rows, and of the sequences of a batch, the code goes through one,
- * which counts for all (upipe_tiles_next). So its time grows with heads, stages and ranks, and not with tokens or the
+ * which counts for all (upipe_mem_tiles_next). So its time grows with heads, stages and ranks, and not with tokens or the
  * batch.
  */
 #ifndef UPIPE_DRY_H
 #define UPIPE_DRY_H
 
-#include "dry/pairs.h"
 #include "upipe_fpdt.h"
-#include "upipe_layer.h"
 #include "upipe_qkv.h"
 #include "upipe_reduce.h"
 
@@ -40,11 +38,11 @@ typedef struct upipe_dry_work {
 } upipe_dry_work;
 
 /* Pairs of rows under a mask: q_pos, rows of q, k_pos, rows of k, step. */
-typedef struct upipe_dry_seen {
+typedef struct upi_dry_seen {
     int64_t rows[5];
     upipe_mask mask;
     double pairs;
-} upipe_dry_seen;
+} upi_dry_seen;
 
 typedef struct upipe_dry {
     upipe_ctx ctx;
@@ -58,7 +56,7 @@ typedef struct upipe_dry {
         ring_gathered[(int)UPIPE_RANKS_MAX * (int)UPIPE_ALL_GATHER_MAX];
     size_t intermediate_fwd; /* as in upipe_bytes */
     upipe_dry_work work;
-    upipe_dry_seen seen[UPIPE_DRY_SEEN];
+    upi_dry_seen seen[UPIPE_DRY_SEEN];
 } upipe_dry;
 
 UPIPE_API upipe_status upi_dry_sync(upipe_ctx *c)
@@ -91,32 +89,13 @@ UPIPE_API upipe_dry *upi_dry_of(const upipe_ctx *c)
     return (upipe_dry *)((uintptr_t)c->ops - offsetof(upipe_dry, ops));
 }
 
-/* upipe_attn_pairs -- pairs of a query and a key that it sees, of one head: the keys of upipe_attn_visible, added up. The
- *                    time grows with the borders of cu_seqlens between these rows, not with rows */
-UPIPE_API double upipe_attn_pairs(const upipe_attn *a)
-{
-    const int64_t *const borders = a->mask.borders.cu_seqlens, step = a->pos_step > 0 ? a->pos_step : 1;
-    double pairs = borders == NULL ? upi_dry_plain_pairs(a) : 0;
-    const int64_t q_end = a->q_pos + a->q.n * step, k_end = a->k_pos + a->k.n * step;
-    const int64_t from = a->q_pos > a->k_pos ? a->q_pos : a->k_pos, end = q_end < k_end ? q_end : k_end;
-    /* `from` lies in what begins at the border before this one */
-    int64_t i = upipe_borders_until(&a->mask.borders, from);
-    for (i -= i > 0; i < a->mask.borders.cu_seqlens_n && borders[i] < end; ++i) {
-        upipe_attn part = *a;
-        part.q.n = upi_dry_between(&part.q_pos, a->q.n, step, borders[i], borders[i + 1]);
-        part.k.n = upi_dry_between(&part.k_pos, a->k.n, step, borders[i], borders[i + 1]);
-        if (part.q.n > 0 && part.k.n > 0) pairs += upi_dry_plain_pairs(&part);
-    }
-    return pairs;
-}
-
 /* Pairs that the call's mask shows, of all heads, as often as the call counts. Heads and layers ask for the same again. */
 UPIPE_API double upi_dry_pairs(const upipe_ctx *c, const upipe_attn *a)
 {
-    upipe_dry_seen call = {{a->q_pos, a->q.n, a->k_pos, a->k.n, a->pos_step}, a->mask, 0}, *seen;
+    upi_dry_seen call = {{a->q_pos, a->q.n, a->k_pos, a->k.n, a->pos_step}, a->mask, 0}, *seen;
     call.mask.sinks = NULL; /* those of other heads show the same */
     seen = &upi_dry_of(c)->seen[(uint64_t)(a->q_pos + 3 * a->k_pos + a->mask.window) % UPIPE_DRY_SEEN];
-    if (memcmp(seen, &call, offsetof(upipe_dry_seen, mask) + offsetof(upipe_mask, padded)) != 0) {
+    if (memcmp(seen, &call, offsetof(upi_dry_seen, mask) + offsetof(upipe_mask, padded)) != 0) {
         *seen = call;
         seen->pairs = upipe_attn_pairs(a);
     }

@@ -1,4 +1,4 @@
-/* upipe_linear.h -- linear attention: one call of its rule, for a rank's tokens and some heads    layer 2, includes ops
+/* upipe_linear.h -- linear attention: one call of its rule, for a rank's tokens and some heads
  *
  * A head keeps a state S, [key_dim][value_dim], which decays and to which every token adds:
  *
@@ -29,9 +29,8 @@
 #ifndef UPIPE_LINEAR_H
 #define UPIPE_LINEAR_H
 
-#include "upipe_borders.h"
+#include "upipe_attn.h"
 #include "upipe_mem.h"
-#include "upipe_ops.h"
 
 enum { UPIPE_LINEAR_CHUNK = 64, UPIPE_LINEAR_CHUNK_MAX = 256, UPIPE_LINEAR_DIM_MAX = 256 };
 
@@ -74,12 +73,12 @@ typedef struct upipe_linear_grad {
 } upipe_linear_grad;
 
 /* A direction's scratch. */
-typedef enum upipe_linear_pass { UPIPE_LINEAR_FWD, UPIPE_LINEAR_BWD } upipe_linear_pass;
+typedef enum upipe_linear_direction { UPIPE_LINEAR_FWD, UPIPE_LINEAR_BWD } upipe_linear_direction;
 
-struct upipe_linear_conv;       /* upipe_linear_rows.h */
-struct upipe_linear_conv_grad;  /* upipe_linear_rows.h */
-struct upipe_linear_gates;      /* upipe_linear_rows.h */
-struct upipe_linear_gates_grad; /* upipe_linear_rows.h */
+struct upipe_linear_conv;       /* upipe_linear.h */
+struct upipe_linear_conv_grad;  /* upipe_linear.h */
+struct upipe_linear_gates;      /* upipe_linear.h */
+struct upipe_linear_gates_grad; /* upipe_linear.h */
 
 /* upipe_linear_ops -- what a backend implements; arguments are checked, and chunk and scale are set */
 typedef struct upipe_linear_ops {
@@ -88,8 +87,8 @@ typedef struct upipe_linear_ops {
     upipe_status (*fwd)(upipe_ctx *c, const upipe_linear *a);
     upipe_status (*bwd)(upipe_ctx *c, const upipe_linear_grad *g);
     /* Of a call. More chunks never take less. */
-    size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass);
-    /* Optional, for upipe_linear_layer.h; arguments in upipe_linear_rows.h. */
+    size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_direction pass);
+    /* Optional, for upipe_linear_layer.h; arguments in upipe_linear.h. */
     upipe_status (*conv)(upipe_ctx *c, const struct upipe_linear_conv *a);
     upipe_status (*conv_bwd)(upipe_ctx *c, const struct upipe_linear_conv_grad *g);
     upipe_status (*gates)(upipe_ctx *c, const struct upipe_linear_gates *a);
@@ -97,18 +96,18 @@ typedef struct upipe_linear_ops {
 } upipe_linear_ops;
 
 /* Row i's chunk ends before this row. */
-UPIPE_API int64_t upipe_linear_chunk_end(const upipe_linear *a, int64_t i)
+UPIPE_API int64_t upi_linear_chunk_end(const upipe_linear *a, int64_t i)
 {
-    const int64_t pos = a->pos + i, border = upipe_border_behind(&a->borders, pos) - a->pos;
+    const int64_t pos = a->pos + i, border = upi_border_behind(&a->borders, pos) - a->pos;
     const int64_t end = (pos / a->chunk + 1) * a->chunk - a->pos;
     const int64_t first = border < end ? border : end;
     return first < a->q.n ? first : a->q.n;
 }
 
 /* Whether a document begins at row i. */
-UPIPE_API int upipe_linear_begins(const upipe_linear *a, int64_t i)
+UPIPE_API int upi_linear_begins(const upipe_linear *a, int64_t i)
 {
-    return upipe_border_before(&a->borders, a->pos + i) == a->pos + i;
+    return upi_border_before(&a->borders, a->pos + i) == a->pos + i;
 }
 
 /* ---- dry runs ---- */
@@ -149,9 +148,9 @@ UPIPE_API upipe_status upi_linear_dry_gates_bwd(upipe_ctx *c, const struct upipe
     return UPIPE_OK;
 }
 
-/* upipe_linear_rules -- the rules that a context runs: in a dry pool ones with the sizes and limits of the given ones,
- *                       which compute nothing. They lack what the given ones lack, unless those are sizes alone */
-UPIPE_API upipe_linear_ops upipe_linear_rules(const upipe_ctx *c, const upipe_linear_ops *rules)
+/* upi_linear_rules -- the rules that a context runs: in a dry pool ones with the sizes and limits of the given ones,
+ *                     which compute nothing. They lack what the given ones lack, unless those are sizes alone */
+UPIPE_API upipe_linear_ops upi_linear_rules(const upipe_ctx *c, const upipe_linear_ops *rules)
 {
     upipe_linear_ops own = *rules;
     const int sizes = rules->fwd == NULL;
@@ -174,9 +173,9 @@ UPIPE_API upipe_status upi_linear_like(upipe_ctx *c, const char *name, upipe_vie
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "linear attention: %s is [%lld][%d][%d], not [%lld][%d][%d]", name, (long long)v.n,
                           v.h, v.d, (long long)n, h, d);
-    if (upipe_enum_number(&v.dtype, sizeof v.dtype) != (int)dtype)
+    if (upi_enum_number(&v.dtype, sizeof v.dtype) != (int)dtype)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: %s is %s, not %s", name,
-                          upipe_dtype_name_of(&v.dtype), upipe_dtype_name(dtype));
+                          upi_dtype_name_of(&v.dtype), upipe_dtype_name(dtype));
     if (v.data == NULL && n > 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: %s is NULL", name);
     return UPIPE_OK;
@@ -186,7 +185,7 @@ UPIPE_API upipe_status upi_linear_like(upipe_ctx *c, const char *name, upipe_vie
 UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, const upipe_linear_ops *rules, upipe_linear *a)
 {
     const upipe_view q = a->q;
-    const int dtype = upipe_enum_number(&q.dtype, sizeof q.dtype);
+    const int dtype = upi_enum_number(&q.dtype, sizeof q.dtype);
     const int32_t h = a->v.h, d = a->v.d;
     if (dtype < 0 || dtype > UPIPE_BF16)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: data type %d is neither f32 nor bf16",
@@ -209,8 +208,8 @@ UPIPE_API upipe_status upi_linear_check(upipe_ctx *c, const upipe_linear_ops *ru
     UPIPE_TRY(upi_linear_like(c, "g", a->g, q.n, h, 1, UPIPE_F32));
     if (a->beta.data != NULL) UPIPE_TRY(upi_linear_like(c, "beta", a->beta, q.n, h, 1, UPIPE_F32));
     if (a->state == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear attention: the state is NULL");
-    UPIPE_TRY(upipe_borders_check(&c->err, &a->borders));
-    UPIPE_TRY(upipe_borders_cover(&c->err, &a->borders, a->pos, a->pos + q.n));
+    UPIPE_TRY(upi_borders_check(&c->err, &a->borders));
+    UPIPE_TRY(upi_borders_cover(&c->err, &a->borders, a->pos, a->pos + q.n));
     if (a->chunk == 0) a->chunk = UPIPE_LINEAR_CHUNK;
     if (a->chunk > rules->chunk_max)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
@@ -234,7 +233,7 @@ UPIPE_API upipe_status upi_linear_check_work(upipe_ctx *c, const upipe_linear *a
 /* upipe_linear_bytes -- scratch of a call: shapes, positions, borders and chunk of `a` are read, and whether it has beta.
  * 0 for what a call refuses */
 UPIPE_API size_t upipe_linear_bytes(upipe_ctx *c, const upipe_linear_ops *rules, const upipe_linear *a,
-                                    upipe_linear_pass pass)
+                                    upipe_linear_direction pass)
 {
     upipe_linear call = *a;
     return upi_linear_check(c, rules, &call) == UPIPE_OK ? rules->bytes(c->ops, &call, pass) : 0;
@@ -277,5 +276,66 @@ UPIPE_API upipe_status upipe_linear_bwd(upipe_ctx *c, const upipe_linear_ops *ru
     UPIPE_TRY(upi_linear_check_work(c, a, rules->bytes(c->ops, a, UPIPE_LINEAR_BWD)));
     return rules->bwd(c, &call);
 }
+
+/* ---- what lies around the rule: a short convolution, and gates ---- */
+
+/* The arguments of a table's optional entries (upipe_linear_ops): the short causal convolution before the rule, and the
+ * gates. upipe_linear_layer.h calls them, and checks before it does. What else a layer has are products and norms of the
+ * compute table.
+ *
+ * Rows of different documents do not see each other. A convolution has a state too: the last taps - 1 rows of what it reads,
+ * in f32, which holds every storage type exactly. So a sequence that is cut anywhere has the bits of the whole one.
+ */
+
+enum { UPIPE_LINEAR_TAPS_MAX = 8 };
+
+/* upipe_linear_conv -- every channel by itself: y_t = silu(sum over j < taps of weight[taps - 1 - j] x_(t-j))
+ *   x y      [n][1][channels], of one type; y may be x, in the forward alone
+ *   before   f32 [taps - 1][1][channels]: rows before row 0
+ *   after    likewise, written: the last taps - 1 rows of `before` and x; data NULL = not wanted. Does not overlap `before`
+ *   weight   f32 [channels][taps]
+ *   pos      position of row 0 among the borders
+ */
+typedef struct upipe_linear_conv {
+    upipe_view x, y, before, after;
+    const float *weight;
+    int64_t pos;
+    upipe_borders borders;
+    int taps;
+} upipe_linear_conv;
+
+/* upipe_linear_conv_grad -- its backward
+ *   a        the forward's arguments; y and after are not accessed
+ *   dy       shape and type of x: the gradient of y, becomes that of x
+ *   dstate   shape of before: the gradient of `after`, becomes that of `before`
+ *   dweight  f32 [channels][taps], +=; NULL = not wanted
+ * An element of dx is one f32 chain, the furthest row's term first, which goes on from dstate: a cut changes no bit.
+ */
+typedef struct upipe_linear_conv_grad {
+    upipe_linear_conv a;
+    upipe_view dy, dstate;
+    float *dweight;
+} upipe_linear_conv_grad;
+
+/* upipe_linear_gates -- g = -e^a_log softplus(a + dt_bias), beta = 1 / (1 + e^-b)
+ *   a b      [n][heads][1], of one type
+ *   g beta   f32 [n][heads][1]
+ *   a_log dt_bias  f32 [heads]
+ */
+typedef struct upipe_linear_gates {
+    upipe_view a, b, g, beta;
+    const float *a_log, *dt_bias;
+} upipe_linear_gates;
+
+/* upipe_linear_gates_grad -- its backward; g and beta of the forward are not accessed
+ *   gates      a and b become their gradients
+ *   dg dbeta   f32 [n][heads][1]
+ *   da_log ddt_bias  f32 [heads], +=; NULL = not wanted
+ */
+typedef struct upipe_linear_gates_grad {
+    upipe_linear_gates gates;
+    upipe_view dg, dbeta;
+    float *da_log, *ddt_bias;
+} upipe_linear_gates_grad;
 
 #endif

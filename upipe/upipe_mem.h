@@ -1,4 +1,4 @@
-/* upipe_mem.h -- a slab pool that counts to the byte        layer 1, includes upipe_base.h
+/* upipe_mem.h -- a slab pool that counts to the byte
  *
  * The host provides one slab and a table of blocks; the library allocates nothing else. Blocks are placed
  * best fit, the space above the highest block last. So a dry run and the real run place them alike.
@@ -46,22 +46,22 @@ enum {
  * its blocks those that fit. */
 typedef enum upipe_use {
     UPIPE_USE_OTHER,
-    UPIPE_USE_QKV,        /* Q, K, V of stages and their send buffers: the paper's intermediate tensors */
-    UPIPE_USE_OUT,        /* final_out, in slots */
-    UPIPE_USE_STAT,       /* lse and delta */
-    UPIPE_USE_GRAD,       /* gradients of activations of the attention block */
-    UPIPE_USE_DK,         /* of them: dK of a round at its tokens, */
-    UPIPE_USE_DV,         /* and dV */
-    UPIPE_USE_SCRATCH,    /* of products and attention; sums in f32 */
-    UPIPE_USE_MLP,        /* a tile of the MLP */
-    UPIPE_USE_LOSS,       /* a tile of the head and the loss */
-    UPIPE_USE_REDUCE,     /* strips of a sum over ranks */
-    UPIPE_USE_WEIGHTS,    /* parameters */
-    UPIPE_USE_GRADIENTS,  /* of parameters */
-    UPIPE_USE_STATES,     /* of the optimizer */
-    UPIPE_USE_INPUT,      /* tokens, targets, losses */
-    UPIPE_USE_CHECKPOINT, /* activations that are kept for the backward */
-    UPIPE_USE_STREAM      /* the residual stream */
+    UPIPE_USE_QKV,         /* Q, K, V of stages and their send buffers: the paper's intermediate tensors */
+    UPIPE_USE_OUT,         /* final_out, in slots */
+    UPIPE_USE_STAT,        /* lse and delta */
+    UPIPE_USE_ACT_GRAD,    /* gradients of activations of the attention block */
+    UPIPE_USE_DK,          /* of them: dK of a round at its tokens, */
+    UPIPE_USE_DV,          /* and dV */
+    UPIPE_USE_SCRATCH,     /* of products and attention; sums in f32 */
+    UPIPE_USE_MLP,         /* a tile of the MLP */
+    UPIPE_USE_LOSS,        /* a tile of the head and the loss */
+    UPIPE_USE_REDUCE,      /* strips of a sum over ranks */
+    UPIPE_USE_WEIGHTS,     /* parameters */
+    UPIPE_USE_WEIGHT_GRAD, /* of parameters */
+    UPIPE_USE_STATES,      /* of the optimizer */
+    UPIPE_USE_INPUT,       /* tokens, targets, losses */
+    UPIPE_USE_CHECKPOINT,  /* activations that are kept for the backward */
+    UPIPE_USE_STREAM       /* the residual stream */
 } upipe_use;
 
 /* The columns of the paper's tables; peaks are kept for each. Everything else counts as OTHER. */
@@ -93,7 +93,7 @@ typedef struct upipe_mem_block {
     const char *tag;            /* the caller's, for people; kept by address */
     int use;                    /* a upipe_use */
     int quarantined;
-    void *link; /* see upipe_mem_link */
+    void *link; /* see upi_mem_link */
 } upipe_mem_block;
 
 /* One allocation or free, or the start of a phase (bytes = 0), as the trace records it. */
@@ -112,7 +112,7 @@ typedef struct upipe_mem {
     upipe_mem_block *blocks; /* live blocks by ascending offset */
     int blocks_n, blocks_max;
     int blocks_peak; /* most live blocks so far: what the table must hold */
-    int dry; /* no slab. Below 0: and every tile of upipe_tiles_next is gone through, as in a real pool */
+    int dry; /* no slab. Below 0: and every tile of upipe_mem_tiles_next is gone through, as in a real pool */
     int64_t times; /* how often what happens now counts; 1 but in a dry pool */
     int locked;    /* the whole pool is quarantined: no allocations any more */
     int phase;
@@ -321,7 +321,7 @@ UPIPE_API upipe_status upipe_free(upipe_ctx *c, void *p)
     return upipe_mem_free(c->mem, p, &c->err);
 }
 
-/* upipe_mem_mark -- a point in the sequence of allocations, for upipe_mem_rewind and upipe_mem_quarantine */
+/* upipe_mem_mark -- a point in the sequence of allocations, for upipe_mem_rewind and upi_mem_quarantine */
 UPIPE_API int64_t upipe_mem_mark(const upipe_mem *m)
 {
     return m != NULL ? m->serial : 0;
@@ -339,13 +339,13 @@ UPIPE_API void upipe_mem_rewind(upipe_mem *m, int64_t mark)
     }
 }
 
-/* upipe_mem_quarantine -- locks the blocks allocated after the mark, since a peer may still access them
+/* upi_mem_quarantine -- locks the blocks allocated after the mark, since a peer may still access them
  *   mark    0: the whole pool. Free space is then locked too: a transfer may be in flight whose buffers the host
  *           has freed, where work on a stream runs behind it
  * Once no peer accesses them any more, as the team's ranks have returned, the host may end the pool
  * (upipe_mem_destroy), and begin another one over its slab.
  */
-UPIPE_API void upipe_mem_quarantine(upipe_mem *m, int64_t mark)
+UPIPE_API void upi_mem_quarantine(upipe_mem *m, int64_t mark)
 {
     int i;
     if (mark == 0) m->locked = 1;
@@ -368,20 +368,20 @@ UPIPE_API void upipe_mem_phase(upipe_mem *m, int phase, const char *name)
     upi_mem_note(m, 0, NULL, name);
 }
 
-/* upipe_tiles -- a loop over rows, all zero before its first tile
+/* upipe_mem_tiles -- a loop over rows, all zero before its first tile
  *   row n   the tile's rows: n of them from row on
  *   times   how many tiles this one stands for: more than 1 in a dry run alone
  */
-typedef struct upipe_tiles {
+typedef struct upipe_mem_tiles {
     int64_t row, n, times;
-} upipe_tiles;
+} upipe_mem_tiles;
 
-/* upipe_tiles_next -- the next tile of a loop over `all` rows by `rows`; 0 after the last
+/* upipe_mem_tiles_next -- the next tile of a loop over `all` rows by `rows`; 0 after the last
  *   m       the pool, which is after each tile as it was before, and a tile moves nothing between ranks. So in a dry pool
  *           tiles that have the same number of rows are gone through once, and all that is counted counts for all of
  *           them. NULL: a loop without a pool
  */
-UPIPE_API int upipe_tiles_next(upipe_mem *m, upipe_tiles *t, int64_t all, int64_t rows)
+UPIPE_API int upipe_mem_tiles_next(upipe_mem *m, upipe_mem_tiles *t, int64_t all, int64_t rows)
 {
     const int dry = m != NULL && m->dry > 0;
     const int64_t left = all - (t->row += t->n * t->times);
@@ -392,9 +392,9 @@ UPIPE_API int upipe_tiles_next(upipe_mem *m, upipe_tiles *t, int64_t all, int64_
     return left > 0;
 }
 
-/* upipe_mem_link -- the place beside a live block for an address of its owner's, NULL at first: so a list of blocks needs
- *                   no memory of its own. NULL: p is no live block */
-UPIPE_API void **upipe_mem_link(const upipe_mem *m, const void *p)
+/* upi_mem_link -- the place beside a live block for an address of its owner's, NULL at first: so a list of blocks needs
+ *                 no memory of its own. NULL: p is no live block */
+UPIPE_API void **upi_mem_link(const upipe_mem *m, const void *p)
 {
     int i = 0;
     while (i < m->blocks_n && m->slab + m->blocks[i].offset != (const char *)p) ++i;
@@ -402,7 +402,7 @@ UPIPE_API void **upipe_mem_link(const upipe_mem *m, const void *p)
 }
 
 /* From now on the peaks of ctx->mem count for this phase of the attention block. */
-UPIPE_API void upipe_phase_set(upipe_ctx *c, upipe_phase phase)
+UPIPE_API void upi_phase_set(upipe_ctx *c, upipe_phase phase)
 {
     upipe_mem_phase(c->mem, (int)phase, upipe_phase_name((int)phase));
 }

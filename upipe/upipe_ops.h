@@ -1,4 +1,4 @@
-/* upipe_ops.h -- the compute table: what a backend implements        layer 1, includes upipe_base.h
+/* upipe_ops.h -- the compute table: what a backend implements
  *
  * A backend's header fills the table (upipe_cpu_ops). A host overrides an entry by assigning it:
  *
@@ -150,7 +150,7 @@ typedef struct upipe_ops {
     /* For every j < out.h: out_j (+)= op(a_j) * op(b_j), where out_j is the matrix [out.n][out.d] at head j of
      * the view. All j share an operand with h = 1. Where out has one matrix, and a and b have the same number of
      * several, their products are added up: out (+)= sum over j of op(a_j) * op(b_j). A backend may demand that
-     * these lie as one matrix whose depth is longer (upipe_gemm_join); the library's do.
+     * these lie as one matrix whose depth is longer (upi_gemm_join); the library's do.
      *     The built-in CPU entry alone promises its bits: the depth is cut into sums of a fixed length, from
      * the call's first element on (UPIPE_SUM_ROWS with TRANS_A; one matrix where products are added up, if
      * that is shorter). out is the old out plus these sums, in order. Bits depend neither on the blocking nor on
@@ -221,5 +221,79 @@ UPIPE_API upipe_status upipe_bias_add(upipe_ctx *c, upipe_view y, const float *b
     void *data = (void *)(uintptr_t)b;
     return c->ops->add(c, y, upipe_view_make(data, UPIPE_F32, y.n, 0, y.h, h_stride, y.d));
 }
+
+enum { UPIPE_ROPE_DIM_MAX = 256 };
+
+/* ---- a side stream ---- */
+
+/* A rank has a compute stream: ctx->stream, or the calling thread. A side stream runs beside it: on a device
+ * it is a second stream, on a CPU a thread. The host makes it (cuda/upipe_cuda_side_stream.h,
+ * cpu/upipe_cpu_side_stream.h) and passes it in ctx->side_stream. Plans with desc.overlap use it.
+ *
+ *     ctx.side_stream = &side;
+ */
+
+/* Kinds of points: one stream reaches a point, the other one waits for it. */
+enum { UPIPE_SIDE_BEGIN, UPIPE_SIDE_READY, UPIPE_SIDE_DONE, UPIPE_SIDE_POINTS };
+
+/* upipe_side_stream -- what a side stream implements; c is the context of the calling stream, compute or side
+ *   ctx    the side stream's context; its maker sets ctx.stream, upi_pipeline_run the rest
+ *   ops    the side stream's compute table; NULL: the rank's own, which is then called from both streams.
+ *          Scratch sizes are those of the rank's own table for both
+ *   self   the maker's
+ *   post   runs task(arg) on the side stream, after all tasks posted before; it may run before post returns.
+ *          Tasks call the team, upipe_comm_abort included; the compute stream does not until it has joined
+ *   mark   records point number n of this kind behind the work that c's stream has so far: n = 1, 2, ...
+ *   meet   later work of c's stream waits until the other stream has reached that point. The host calls it
+ *          after the mark, or on another thread
+ *   join   returns when all tasks have run; what they enqueued precedes later work of c's stream. Points
+ *          count from 1 again
+ */
+typedef struct upipe_side_stream {
+    upipe_ctx ctx;
+    const struct upipe_ops *ops;
+    void *self;
+    upipe_status (*post)(upipe_ctx *c, struct upipe_side_stream *side_stream, void (*task)(void *arg),
+                         void *arg);
+    upipe_status (*mark)(upipe_ctx *c, struct upipe_side_stream *side_stream, int point, int64_t n);
+    upipe_status (*meet)(upipe_ctx *c, struct upipe_side_stream *side_stream, int point, int64_t n);
+    upipe_status (*join)(upipe_ctx *c, struct upipe_side_stream *side_stream);
+} upipe_side_stream;
+
+UPIPE_API upipe_status upi_side_stream_inline_post(upipe_ctx *c, upipe_side_stream *side_stream,
+                                                   void (*task)(void *arg), void *arg)
+{
+    (void)c, (void)side_stream;
+    task(arg);
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_side_stream_inline_point(upipe_ctx *c, upipe_side_stream *side_stream, int point,
+                                                    int64_t n)
+{
+    (void)c, (void)side_stream, (void)point, (void)n;
+    return UPIPE_OK;
+}
+
+UPIPE_API upipe_status upi_side_stream_inline_join(upipe_ctx *c, upipe_side_stream *side_stream)
+{
+    (void)c, (void)side_stream;
+    return UPIPE_OK;
+}
+
+/* upipe_side_stream_inline -- a side stream that is the compute stream: each task runs where it is posted
+ *   stream  the stream of the tasks
+ * Nothing overlaps. For dry runs, and for a pipeline on one stream.
+ */
+UPIPE_API void upipe_side_stream_inline(upipe_side_stream *side_stream, void *stream)
+{
+    memset(side_stream, 0, sizeof *side_stream);
+    side_stream->ctx.stream = stream;
+    side_stream->post = upi_side_stream_inline_post;
+    side_stream->mark = side_stream->meet = upi_side_stream_inline_point;
+    side_stream->join = upi_side_stream_inline_join;
+}
+
+#include "parts/check.h"
 
 #endif

@@ -1,4 +1,4 @@
-/* upipe_reduce.h -- sums over the ranks of a communicator, and gathers        layer 3
+/* upipe_reduce.h -- sums over the ranks of a communicator, and gathers
  *
  * Every rank owns a slice of the elements: upipe_reduce_slice. The ranks' values are added in rank order on
  * every transport, so the bits of a sum do not depend on the transport.
@@ -10,7 +10,7 @@
 #ifndef UPIPE_REDUCE_H
 #define UPIPE_REDUCE_H
 
-#include "upipe_unwind.h"
+#include "upipe_comm.h"
 
 enum { UPIPE_REDUCE_STRIP = 16384 }; /* elements that a rank sums at a time */
 
@@ -27,7 +27,7 @@ UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *fi
 
 /* ---- strip by strip, for a caller that unwinds itself ---- */
 
-/* upipe_reduction -- a reduce-scatter: in each transfer a rank receives the terms of one strip of its slice
+/* upi_reduction -- a reduce-scatter: in each transfer a rank receives the terms of one strip of its slice
  *   dst         this rank's slice of the sums
  *   terms       [n] this rank's; dst may be its slice of them
  *   strip       elements that a rank sums at a time
@@ -35,14 +35,14 @@ UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *fi
  *   accumulate  dst += the sum, in one f32 chain that starts from dst; otherwise dst = the sum
  *   away        where the sums go from dst, and with accumulate come from before: host memory; NULL: they stay in dst
  */
-typedef struct upipe_reduction {
+typedef struct upi_reduction {
     float *dst;
     const float *terms;
     int64_t n, strip;
     upipe_dtype sent;
     int accumulate;
     float *away;
-} upipe_reduction;
+} upi_reduction;
 
 /* Elements from one rank's terms to the next one's in a buffer. No strip is longer. */
 UPIPE_API int64_t upi_reduction_stride(int64_t n, int ranks, int64_t strip)
@@ -51,18 +51,18 @@ UPIPE_API int64_t upi_reduction_stride(int64_t n, int ranks, int64_t strip)
     return slice < strip ? slice : strip;
 }
 
-/* upipe_reduction_bytes -- what upipe_reduction_run allocates in the pool: the terms that come, and the rounded ones
- *                          that go
- *   strip sent  as in upipe_reduction
+/* upi_reduction_bytes -- what upi_reduction_run allocates in the pool: the terms that come, and the rounded ones
+ *                        that go
+ *   strip sent  as in upi_reduction
  */
-UPIPE_API size_t upipe_reduction_bytes(int64_t n, int ranks, int64_t strip, upipe_dtype sent)
+UPIPE_API size_t upi_reduction_bytes(int64_t n, int ranks, int64_t strip, upipe_dtype sent)
 {
     const size_t bytes = (size_t)(upi_reduction_stride(n, ranks, strip) * ranks) * upipe_dtype_bytes(sent);
     return sent == UPIPE_F32 ? bytes : 2 * bytes;
 }
 
 /* The strip of a rank's slice behind its first `done` elements: perhaps no element. */
-UPIPE_API int64_t upi_reduction_strip(const upipe_reduction *x, int rank, int ranks, int64_t done,
+UPIPE_API int64_t upi_reduction_strip(const upi_reduction *x, int rank, int ranks, int64_t done,
                                       int64_t *first)
 {
     int64_t count = upipe_reduce_slice(x->n, rank, ranks, first) - done;
@@ -72,7 +72,7 @@ UPIPE_API int64_t upi_reduction_strip(const upipe_reduction *x, int rank, int ra
 
 /* The *used messages of a strip: terms come to `in`; those that go are rounded into `out`, unless they are sent as they
  * are. */
-UPIPE_API upipe_status upi_reduction_list(upipe_ctx *c, upipe_comm *comm, const upipe_reduction *x,
+UPIPE_API upipe_status upi_reduction_list(upipe_ctx *c, upipe_comm *comm, const upi_reduction *x,
                                           int64_t done, char *in, char *out, int *used)
 {
     const size_t element = upipe_dtype_bytes(x->sent);
@@ -95,7 +95,7 @@ UPIPE_API upipe_status upi_reduction_list(upipe_ctx *c, upipe_comm *comm, const 
 }
 
 /* dst (+)= the terms of n elements that came, in rank order. */
-UPIPE_API upipe_status upi_reduction_add(upipe_ctx *c, const upipe_reduction *x, int ranks, int64_t done,
+UPIPE_API upipe_status upi_reduction_add(upipe_ctx *c, const upi_reduction *x, int ranks, int64_t done,
                                          int64_t n, char *in)
 {
     const int64_t stride = upi_reduction_stride(x->n, ranks, x->strip);
@@ -114,7 +114,7 @@ UPIPE_API upipe_status upi_reduction_add(upipe_ctx *c, const upipe_reduction *x,
 }
 
 /* The same, by way of dst where the sums are kept away. */
-UPIPE_API upipe_status upi_reduction_sum(upipe_ctx *c, const upipe_reduction *x, int ranks, int64_t done,
+UPIPE_API upipe_status upi_reduction_sum(upipe_ctx *c, const upi_reduction *x, int ranks, int64_t done,
                                          int64_t n, char *in)
 {
     const size_t bytes = (size_t)n * 4;
@@ -124,15 +124,15 @@ UPIPE_API upipe_status upi_reduction_sum(upipe_ctx *c, const upipe_reduction *x,
     return c->ops->copy(c, x->away + done, x->dst + done, bytes);
 }
 
-/* upipe_reduction_run -- the sums over the ranks of comm; all of them call it with the same n, strip and sent
- *   bytes   sends the terms of the other ranks' slices; allocates upipe_reduction_bytes
+/* upi_reduction_run -- the sums over the ranks of comm; all of them call it with the same n, strip and sent
+ *   bytes   sends the terms of the other ranks' slices; allocates upi_reduction_bytes
  *   errors  MEMORY, the table's; others as upipe_comm_wait. What is allocated stays so, and nothing is aborted: the
- *           caller calls upipe_unwind
+ *           caller calls upi_unwind
  */
-UPIPE_API upipe_status upipe_reduction_run(upipe_ctx *c, upipe_comm *comm, const upipe_reduction *x)
+UPIPE_API upipe_status upi_reduction_run(upipe_ctx *c, upipe_comm *comm, const upi_reduction *x)
 {
     int64_t first, done, most = upipe_reduce_slice(x->n, 0, comm->ranks, &first); /* no slice is longer */
-    const size_t bytes = upipe_reduction_bytes(x->n, comm->ranks, x->strip, x->sent);
+    const size_t bytes = upi_reduction_bytes(x->n, comm->ranks, x->strip, x->sent);
     void *buf;
     UPIPE_TRY(upipe_mem_alloc(c->mem, &buf, bytes, UPIPE_USE_REDUCE, "sum", &c->err));
     for (done = 0; done < most; done += x->strip) {
@@ -146,13 +146,13 @@ UPIPE_API upipe_status upipe_reduction_run(upipe_ctx *c, upipe_comm *comm, const
     return upipe_mem_free(c->mem, buf, &c->err);
 }
 
-/* upipe_slices_gather -- data = every rank's slice; where all are equal, by the transport's own all-gather, if it has one
+/* upi_slices_gather -- data = every rank's slice; where all are equal, by the transport's own all-gather, if it has one
  *   data    n elements of `element` bytes, the same on all ranks
  *   own     this rank's slice: in its place in data, or elsewhere
- *   errors  as upipe_comm_wait; nothing is aborted: the caller calls upipe_unwind
+ *   errors  as upipe_comm_wait; nothing is aborted: the caller calls upi_unwind
  */
-UPIPE_API upipe_status upipe_slices_gather(upipe_ctx *c, upipe_comm *comm, void *data, const void *own,
-                                           int64_t n, size_t element)
+UPIPE_API upipe_status upi_slices_gather(upipe_ctx *c, upipe_comm *comm, void *data, const void *own,
+                                         int64_t n, size_t element)
 {
     int64_t first, mine = upipe_reduce_slice(n, comm->rank, comm->ranks, &first);
     const int in_place = own == upipe_offset(data, (size_t)first * element);
@@ -178,14 +178,14 @@ UPIPE_API upipe_status upipe_slices_gather(upipe_ctx *c, upipe_comm *comm, void 
 /* upipe_reduce_bytes -- what upipe_reduce_scatter and upipe_all_reduce allocate in the pool */
 UPIPE_API size_t upipe_reduce_bytes(int64_t n, int ranks)
 {
-    return ranks == 1 ? 0 : upipe_reduction_bytes(n, ranks, UPIPE_REDUCE_STRIP, UPIPE_F32);
+    return ranks == 1 ? 0 : upi_reduction_bytes(n, ranks, UPIPE_REDUCE_STRIP, UPIPE_F32);
 }
 
 /* What all three calls check; `what` is for the sentence. */
 UPIPE_API upipe_status upi_reduce_check(upipe_ctx *c, const upipe_comm *comm, const char *what, int64_t n)
 {
     if (n < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s of %lld elements", what, (long long)n);
-    if (c->ops == NULL || c->mem == NULL) return upipe_ctx_check(c);
+    if (c->ops == NULL || c->mem == NULL) return upi_ctx_check(c);
     return upipe_comm_idle(c, comm);
 }
 
@@ -198,7 +198,7 @@ UPIPE_API upipe_status upi_reduce_check(upipe_ctx *c, const upipe_comm *comm, co
  */
 UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, upipe_comm *comm, float *data, int64_t n)
 {
-    upipe_reduction x = {data, data, n, UPIPE_REDUCE_STRIP, UPIPE_F32, 0, NULL};
+    upi_reduction x = {data, data, n, UPIPE_REDUCE_STRIP, UPIPE_F32, 0, NULL};
     int64_t first, mark;
     upipe_status s;
     UPIPE_TRY(upi_reduce_check(c, comm, "a sum", n));
@@ -206,8 +206,8 @@ UPIPE_API upipe_status upipe_reduce_scatter(upipe_ctx *c, upipe_comm *comm, floa
     mark = upipe_mem_mark(c->mem);
     upipe_reduce_slice(n, comm->rank, comm->ranks, &first);
     x.dst = data + first;
-    s = upipe_reduction_run(c, comm, &x);
-    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark, comm);
+    s = upi_reduction_run(c, comm, &x);
+    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark, comm);
 }
 
 /* upipe_all_gather -- every rank of comm receives every rank's slice
@@ -224,8 +224,8 @@ UPIPE_API upipe_status upipe_all_gather(upipe_ctx *c, upipe_comm *comm, void *da
     if (n == 0 || comm->ranks == 1) return UPIPE_OK;
     mark = upipe_mem_mark(c->mem);
     upipe_reduce_slice(n, comm->rank, comm->ranks, &mine);
-    s = upipe_slices_gather(c, comm, data, (const char *)data + (size_t)mine * element, n, element);
-    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark, comm);
+    s = upi_slices_gather(c, comm, data, (const char *)data + (size_t)mine * element, n, element);
+    return s == UPIPE_OK ? UPIPE_OK : upi_unwind(c, s, mark, comm);
 }
 
 /* upipe_all_reduce -- every rank of comm receives the sum over its ranks: a reduce-scatter, then an all-gather
@@ -255,7 +255,7 @@ UPIPE_API upipe_status upipe_scalars_sum(upipe_ctx *c, upipe_comm *comm, double 
     mark = upipe_mem_mark(c->mem);
     memcpy(mine, values, (size_t)n * sizeof *values);
     s = upipe_comm_all_gather(c, comm, comm->gathered, mine, n);
-    if (s != UPIPE_OK) return upipe_unwind(c, s, mark, comm);
+    if (s != UPIPE_OK) return upi_unwind(c, s, mark, comm);
     for (i = 0; i < n; ++i)
         for (values[i] = 0, r = 0; r < comm->ranks; ++r) {
             double term;

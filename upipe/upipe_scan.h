@@ -1,4 +1,4 @@
-/* upipe_scan.h -- a state that goes over ranks in the order of their tokens: linear attention        layer 4
+/* upipe_scan.h -- a state that goes over ranks in the order of their tokens: linear attention
  *
  * A layer of linear attention keeps a state instead of keys: a matrix a head, which every token changes. A rank begins
  * with the state that the rank before it ends with. This is communication alone: the rule that takes a rank's tokens
@@ -23,14 +23,61 @@
  * Which ranks: neighbours hold neighbouring tokens, so the layout is contiguous. The communicator is the team, the
  * ring, or both as one world, where ranks of a team are neighbours. Sequences of a batch: a call each.
  *
- * Segments of a sequence (upipe_segments.h): a call each, with the plan of the segment, its first token's position in
+ * Segments of a sequence (upipe_fpdt.h): a call each, with the plan of the segment, its first token's position in
  * s.first, and a carry, which brings what one call ends with to the rank where the next one begins.
  */
 #ifndef UPIPE_SCAN_H
 #define UPIPE_SCAN_H
 
-#include "scan/pass.h"
-#include "scan/types.h"
+#include "upipe_attn.h"
+#include "upipe_comm.h"
+#include "upipe_plan.h"
+
+/* The host's rule on this rank's tokens, for heads first .. first + heads - 1; enqueued on ctx->stream.
+ *   in     f32 [heads][size]: the state before the first token
+ *   out    likewise: the state behind the last one, written */
+typedef upipe_status upipe_scan_fwd_step(upipe_ctx *c, void *user, int first, int heads, const float *in,
+                                         float *out);
+/* Its backward.
+ *   state   what the forward has begun with
+ *   dstate  the gradient of the state behind the last token; becomes that of the state before the first one */
+typedef upipe_status upipe_scan_bwd_step(upipe_ctx *c, void *user, int first, int heads, const float *state,
+                                         float *dstate);
+
+/* upipe_scan -- what goes over the ranks. All but fwd, bwd and user is the same on all of them
+ *   plan         says which tokens a rank has; contiguous, of one sequence. Its heads and head dims are not read
+ *   first        position of the plan's first token among the borders; 0, or where a segment begins
+ *   borders      of packed documents
+ *   heads size   of the state, f32 [heads][size]: a matrix, say, and what else goes over with it
+ *   stage_heads  heads of a stage; 0 = all
+ */
+typedef struct upipe_scan {
+    const upipe_plan *plan;
+    int64_t first;
+    upipe_borders borders;
+    int64_t size;
+    int heads, stage_heads;
+    upipe_scan_fwd_step *fwd;
+    upipe_scan_bwd_step *bwd;
+    void *user;
+} upipe_scan;
+
+/* upipe_states -- what a forward leaves for its backward
+ *   given  written by the forward; see upipe_given
+ *   data   the host's, f32 [heads][size]: the state before this rank's first token
+ */
+typedef struct upipe_states {
+    upipe_given given;
+    float *data;
+} upipe_states;
+
+/* upipe_scan_state_bytes -- of the states of all heads, and of a carry of them */
+UPIPE_API size_t upipe_scan_state_bytes(const upipe_scan *s)
+{
+    return (size_t)(s->heads * s->size) * 4;
+}
+
+#include "linear/scan.h"
 
 /* upipe_scan_fwd -- the state over all ranks
  *   comm    its ranks hold the plan's tokens in their order

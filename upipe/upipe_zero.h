@@ -1,4 +1,4 @@
-/* upipe_zero.h -- parameters, gradients and optimizer states sharded over ranks: ZeRO        layer 4
+/* upipe_zero.h -- parameters, gradients and optimizer states sharded over ranks: ZeRO
  *
  * The elements are cut into units that are used together, half a layer say. A rank's slice of a unit is that of
  * upipe_reduce_slice; its slices of all units, one behind the other, are its shard. The stage says what is sharded:
@@ -28,7 +28,7 @@
  * Sums over ranks are f32 chains in rank order. An element's sum depends neither on the stage nor on the strip, if a
  * unit's gradients begin and end once a step. All ranks make the same calls in the same order.
  *
- * With `weights_away` and `grads_away` these shards are in host memory, where the optimizer's states are and its update
+ * With `offload_weights` and `offload_grads` these shards are in host memory, where the optimizer's states are and its update
  * runs.
  *
  * Weights that are gathered for each use lie elsewhere in the backward: upipe_layer.id tells the layer then.
@@ -43,9 +43,158 @@
 #ifndef UPIPE_ZERO_H
 #define UPIPE_ZERO_H
 
-#include "upipe_agree.h"
-#include "zero/ahead.h"
-#include "zero/shards.h"
+#include "upipe_reduce.h"
+
+enum { UPIPE_ZERO_STRIP = 4 << 20, UPIPE_ZERO_STAGES = 4, UPIPE_ZERO_BEGUN = 8 };
+
+/* What upipe_zero_held and upipe_zero_bytes count. */
+typedef enum upipe_zero_what {
+    UPIPE_ZERO_WEIGHTS,
+    UPIPE_ZERO_GRADS,
+    UPIPE_ZERO_STATES, /* of the optimizer */
+    UPIPE_ZERO_SUM     /* buffers of a reduce-scatter */
+} upipe_zero_what;
+
+/* Gradients of a unit that has begun. */
+typedef struct upipe_zero_begun {
+    float *g;
+    int unit;
+} upipe_zero_begun;
+
+/* upipe_zero -- one rank's; the host's, as are all arrays
+ *   world         the ranks; rank, ranks as it has them. NULL: none, where ranks is 1 and stage 0
+ *   dtype         storage type of the parameters
+ *   sent          storage type of gradients on their way to be summed: UPIPE_F32, or UPIPE_BF16
+ *   first         [units + 1] ascending, the first 0: unit u is elements first[u] .. first[u + 1] - 1
+ *   strip         bytes that go to each rank in one round of a reduce-scatter; 0: UPIPE_ZERO_STRIP
+ *   weights       [upipe_zero_held(z, UPIPE_ZERO_WEIGHTS)] of dtype
+ *   grads         [upipe_zero_held(z, UPIPE_ZERO_GRADS)]
+ *   offload_weights  weights is host memory, in stage 3: a unit's gather brings this rank's slice from there
+ *   offload_grads    grads is, in stages 2 and 3: a unit is summed in the block of its gradients, and the sums are copied
+ *                 there. It is not zeroed: the sums of round 0 replace what is there
+ *   round         how often all units have ended before since upipe_zero_grads_clear; read with offload_grads
+ *   moved         bytes copied to and from host memory so far
+ *   side          a side stream for upipe_zero_ahead; NULL: that does nothing
+ *   side_world    a second communicator of the same ranks, for it
+ *   summed        since upipe_zero_grads_clear: something has been added to the shard of the gradients; in stages 0 and
+ *                 1, they have been summed
+ *   begun         stages 2 and 3: units whose gradients have begun and not ended, and the block of each; g NULL: none.
+ *                 The front of the shard may be one of the blocks
+ *   ahead, ...    upipe_zero_ahead's: the block of the unit that is being gathered, NULL for none
+ */
+typedef struct upipe_zero {
+    upipe_comm *world;
+    int rank, ranks, stage, units;
+    upipe_dtype dtype, sent;
+    const int64_t *first;
+    size_t strip;
+    void *weights;
+    float *grads;
+    int offload_weights, offload_grads, round;
+    int64_t moved;
+    int summed;
+    upipe_zero_begun begun[UPIPE_ZERO_BEGUN];
+    upipe_side_stream *side;
+    upipe_comm *side_world;
+    void *ahead;
+    int ahead_unit;
+    int64_t ahead_point;
+    upipe_status ahead_status;
+} upipe_zero;
+
+/* upipe_zero_part -- n elements from element `first` on of all; on this rank they are from element `at` on of the
+ *                    array in question */
+typedef struct upipe_zero_part {
+    int64_t first, at, n;
+} upipe_zero_part;
+
+/* ---- who has what ---- */
+
+/* The first element of a unit; without units, 0. */
+UPIPE_API int64_t upi_zero_first(const upipe_zero *z, int unit)
+{
+    return z->first != NULL ? z->first[unit] : 0;
+}
+
+/* Elements of a unit. */
+UPIPE_API int64_t upi_zero_n(const upipe_zero *z, int unit)
+{
+    return upi_zero_first(z, unit + 1) - upi_zero_first(z, unit);
+}
+
+/* upipe_zero_slice -- this rank's slice of a unit; at: in its shard */
+UPIPE_API upipe_zero_part upipe_zero_slice(const upipe_zero *z, int unit)
+{
+    upipe_zero_part p;
+    int64_t first;
+    int u;
+    for (u = 0, p.at = 0; u < unit; ++u)
+        p.at += upipe_reduce_slice(upi_zero_n(z, u), z->rank, z->ranks, &first);
+    p.n = upipe_reduce_slice(upi_zero_n(z, unit), z->rank, z->ranks, &first);
+    p.first = upi_zero_first(z, unit) + first;
+    return p;
+}
+
+/* Whether a rank holds its shard of it, and not the whole. */
+UPIPE_API int upipe_zero_sharded(const upipe_zero *z, upipe_zero_what what)
+{
+    return z->stage >= (what == UPIPE_ZERO_WEIGHTS ? 3 : what == UPIPE_ZERO_GRADS ? 2 : 1);
+}
+
+/* upipe_zero_part_of -- what this rank holds of a unit's weights, gradients or states; at: in its array of them */
+UPIPE_API upipe_zero_part upipe_zero_part_of(const upipe_zero *z, upipe_zero_what what, int unit)
+{
+    upipe_zero_part p;
+    if (upipe_zero_sharded(z, what)) return upipe_zero_slice(z, unit);
+    p.first = p.at = upi_zero_first(z, unit);
+    p.n = upi_zero_n(z, unit);
+    return p;
+}
+
+/* upipe_zero_held -- elements of weights, gradients, or of one state of the optimizer that this rank holds */
+UPIPE_API int64_t upipe_zero_held(const upipe_zero *z, upipe_zero_what what)
+{
+    upipe_zero_part p;
+    if (z->units == 0) return 0;
+    p = upipe_zero_part_of(z, what, z->units - 1);
+    return p.at + p.n;
+}
+
+/* upipe_zero_owned -- where the weights or gradients of this rank's slice of a unit are, after the sum: n elements of
+ *                     upipe_zero_slice */
+UPIPE_API void *upipe_zero_owned(const upipe_zero *z, upipe_zero_what what, int unit)
+{
+    const upipe_zero_part p = upipe_zero_slice(z, unit);
+    const int64_t at = upipe_zero_sharded(z, what) ? p.at : p.first;
+    return what == UPIPE_ZERO_GRADS ? upipe_offset(z->grads, (size_t)at * 4)
+                                    : upipe_offset(z->weights, (size_t)at * upipe_dtype_bytes(z->dtype));
+}
+
+/* A rank alone rounds nothing. */
+UPIPE_API upipe_dtype upi_zero_sent(const upipe_zero *z)
+{
+    return z->ranks == 1 ? UPIPE_F32 : z->sent;
+}
+
+/* Elements of a strip. */
+UPIPE_API int64_t upi_zero_strip(const upipe_zero *z)
+{
+    const size_t strip =
+        (z->strip > 0 ? z->strip : (size_t)UPIPE_ZERO_STRIP) / upipe_dtype_bytes(upi_zero_sent(z));
+    return strip > 0 ? (int64_t)strip : 1;
+}
+
+/* upipe_zero_bytes -- exact bytes of the pool that a unit takes: WEIGHTS from begin (or ahead) to end, GRADS from begin
+ *                     to end, SUM within the call that sums */
+UPIPE_API size_t upipe_zero_bytes(const upipe_zero *z, int unit, upipe_zero_what what)
+{
+    const int64_t n = upi_zero_n(z, unit);
+    if (what == UPIPE_ZERO_SUM) return upi_reduction_bytes(n, z->ranks, upi_zero_strip(z), upi_zero_sent(z));
+    if (what == UPIPE_ZERO_STATES || !upipe_zero_sharded(z, what)) return 0;
+    return (size_t)n * (what == UPIPE_ZERO_GRADS ? 4 : upipe_dtype_bytes(z->dtype));
+}
+
+#include "parts/zero.h"
 
 /* ---- checks and failures ---- */
 
@@ -53,7 +202,7 @@
 UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
 {
     int u;
-    UPIPE_TRY(upipe_ctx_check(c));
+    UPIPE_TRY(upi_ctx_check(c));
     if (z == NULL || (z->world == NULL && (z->ranks != 1 || z->stage != 0)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero or its world is NULL");
     if (z->world != NULL && (z->world->rank != z->rank || z->world->ranks != z->ranks))
@@ -61,13 +210,13 @@ UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
                           z->rank, z->ranks, z->world->rank, z->world->ranks);
     if (z->stage < 0 || z->stage >= UPIPE_ZERO_STAGES)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: stage %d; there are 0 to 3", z->stage);
-    if (!upipe_dtype_built(&z->dtype))
+    if (!upi_dtype_built(&z->dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "zero: parameters are f32 or bf16, not type %d",
-                          upipe_enum_number(&z->dtype, sizeof z->dtype));
-    if (!upipe_dtype_built(&z->sent))
+                          upi_enum_number(&z->dtype, sizeof z->dtype));
+    if (!upi_dtype_built(&z->sent))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "zero: gradients are sent as f32 or bf16, not as type %d",
-                          upipe_enum_number(&z->sent, sizeof z->sent));
+                          upi_enum_number(&z->sent, sizeof z->sent));
     if (upi_zero_strip(z) > INT32_MAX)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a strip of %zu bytes", z->strip);
     if (z->units < 0 || z->first == NULL || z->first[0] != 0)
@@ -76,10 +225,10 @@ UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
         if (upi_zero_n(z, u) < 0)
             return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: unit %d has %lld elements", u,
                               (long long)upi_zero_n(z, u));
-    if ((z->weights_away && !upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) ||
-        (z->grads_away && !upipe_zero_sharded(z, UPIPE_ZERO_GRADS)))
+    if ((z->offload_weights && !upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS)) ||
+        (z->offload_grads && !upipe_zero_sharded(z, UPIPE_ZERO_GRADS)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: %s are away in stage %d, which keeps them whole",
-                          z->grads_away && z->stage < 2 ? "gradients" : "parameters", z->stage);
+                          z->offload_grads && z->stage < 2 ? "gradients" : "parameters", z->stage);
     if (z->side != NULL && z->side_world == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: a side stream without a communicator of its own");
     return UPIPE_OK;
@@ -90,21 +239,21 @@ UPIPE_API upipe_status upi_zero_args(upipe_ctx *c, const upipe_zero *z)
  */
 UPIPE_API upipe_status upipe_zero_check(upipe_ctx *c, const upipe_zero *z)
 {
-    upipe_fields f;
+    upi_fields f;
     uint64_t hash = UPIPE_HASH;
     UPIPE_TRY(upi_zero_args(c, z));
     UPIPE_TRY(upipe_comm_idle(c, z->world));
     f.n = 0;
     hash = upipe_hash_bytes(hash, z->first, (size_t)(z->units + 1) * sizeof *z->first);
-    upipe_field_int(&f, "the stage of ZeRO", z->stage);
-    upipe_field_int(&f, "its number of units", z->units);
-    upipe_field_int(&f, "its number of elements", z->first[z->units]);
-    upipe_field_int(&f, "the hash of its units", (int64_t)(hash >> 1));
-    upipe_field_int(&f, "the type of its parameters", z->dtype);
-    upipe_field_int(&f, "the type in which gradients are sent", z->sent);
-    upipe_field_int(&f, "its strip", upi_zero_strip(z));
-    upipe_field_int(&f, "its side stream", z->side != NULL);
-    return upipe_comm_agree(c, z->world, &f);
+    upi_field_int(&f, "the stage of ZeRO", z->stage);
+    upi_field_int(&f, "its number of units", z->units);
+    upi_field_int(&f, "its number of elements", z->first[z->units]);
+    upi_field_int(&f, "the hash of its units", (int64_t)(hash >> 1));
+    upi_field_int(&f, "the type of its parameters", z->dtype);
+    upi_field_int(&f, "the type in which gradients are sent", z->sent);
+    upi_field_int(&f, "its strip", upi_zero_strip(z));
+    upi_field_int(&f, "its side stream", z->side != NULL);
+    return upi_agree(c, z->world, &f);
 }
 
 /* Weights or gradients are there, where this rank holds any. */
@@ -231,7 +380,7 @@ UPIPE_API upipe_status upipe_zero_grads_clear(upipe_ctx *c, upipe_zero *z)
     UPIPE_TRY(upi_zero_there(c, z, UPIPE_ZERO_GRADS));
     z->summed = z->round = 0;
     memset(z->begun, 0, sizeof z->begun);
-    if (z->grads_away) return UPIPE_OK;
+    if (z->offload_grads) return UPIPE_OK;
     return c->ops->zero(c, z->grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4);
 }
 
@@ -285,7 +434,7 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
         return UPIPE_OK;
     }
     bytes = upipe_zero_bytes(z, unit, UPIPE_ZERO_GRADS);
-    s = upipe_mem_alloc(c->mem, &data, bytes, UPIPE_USE_GRADIENTS, "gradients", &c->err);
+    s = upipe_mem_alloc(c->mem, &data, bytes, UPIPE_USE_WEIGHT_GRAD, "gradients", &c->err);
     if (s == UPIPE_OK) s = c->ops->zero(c, data, bytes);
     if (s != UPIPE_OK) return upi_zero_unwind(c, z, s, mark);
     *g = (float *)data;
@@ -296,7 +445,7 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
 /* upipe_zero_grads_first -- upipe_zero_grads_begin for the unit whose end comes before that of any other: nothing is in
  *                           the shard of the gradients yet, and its front serves where it is large enough
  *   bytes   stages 2 and 3: none if the slices that precede this unit's in the shard have as many elements as the unit.
- *           Else, with grads_away, or where a unit has ended since upipe_zero_grads_clear, those of
+ *           Else, with offload_grads, or where a unit has ended since upipe_zero_grads_clear, those of
  *           upipe_zero_grads_begin
  *   errors  as upipe_zero_grads_begin; and then upipe_zero_grads_end refuses any other unit before this one
  */
@@ -304,7 +453,7 @@ UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int u
 {
     if (g != NULL) *g = NULL;
     UPIPE_TRY(upi_zero_unit(c, z, unit, g));
-    if (z->stage < 2 || z->grads_away || z->summed || upi_zero_n(z, unit) == 0 ||
+    if (z->stage < 2 || z->offload_grads || z->summed || upi_zero_n(z, unit) == 0 ||
         upipe_zero_slice(z, unit).at < upi_zero_n(z, unit) || upi_zero_begun(z, z->grads) != NULL)
         return upipe_zero_grads_begin(c, z, unit, g);
     UPIPE_TRY(upi_zero_open(c, z));
@@ -316,7 +465,7 @@ UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int u
 /* The sums over ranks of a unit's gradients, whole in g, go to this rank's slice. */
 UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit, float *g)
 {
-    upipe_reduction x;
+    upi_reduction x;
     x.away = NULL;
     x.dst = (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
     x.terms = g;
@@ -324,12 +473,12 @@ UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit,
     x.strip = upi_zero_strip(z);
     x.sent = upi_zero_sent(z);
     x.accumulate = z->stage >= 2;
-    if (z->grads_away) {
+    if (z->offload_grads) {
         x.away = x.dst;
         x.dst = g + (upipe_zero_slice(z, unit).first - z->first[unit]);
         x.accumulate = z->round > 0;
     }
-    return x.n > 0 ? upipe_reduction_run(c, z->world, &x) : UPIPE_OK;
+    return x.n > 0 ? upi_reduction_run(c, z->world, &x) : UPIPE_OK;
 }
 
 /* The block of g, which has been summed, is the pool's again; or the front of the shard is zeros again. */
@@ -341,7 +490,7 @@ UPIPE_API upipe_status upi_zero_grads_back(upipe_ctx *c, upipe_zero *z, int unit
 
 /* upipe_zero_grads_end -- the unit's gradients are whole, on every rank; g is not used any more
  *   bytes   stages 2 and 3: sends 4 (2 with `sent` bf16) for each element of the other ranks' slices; allocates
- *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing. With grads_away `moved` grows by 4
+ *           upipe_zero_bytes(z, unit, UPIPE_ZERO_SUM) meanwhile. Else nothing. With offload_grads `moved` grows by 4
  *           for each element of the slice, and in later rounds by 8
  *   g       what begin or first gave for this unit
  *   errors  ARG (no such unit, g is not this unit's, upipe_zero_grads_first's unit has not ended), MEMORY; others as
@@ -364,7 +513,7 @@ UPIPE_API upipe_status upipe_zero_grads_end(upipe_ctx *c, upipe_zero *z, int uni
     own->g = NULL;
     z->summed = 1;
     s = upi_zero_sum(c, z, unit, g);
-    if (z->grads_away) z->moved += upipe_zero_slice(z, unit).n * (z->round > 0 ? 8 : 4);
+    if (z->offload_grads) z->moved += upipe_zero_slice(z, unit).n * (z->round > 0 ? 8 : 4);
     if (s == UPIPE_OK) s = upi_zero_grads_back(c, z, unit, g);
     if (s == UPIPE_OK) return s;
     upi_zero_unwind(c, z, s, mark);
@@ -378,8 +527,8 @@ UPIPE_API upipe_status upi_zero_sum_all(upipe_ctx *c, const upipe_zero *z)
     for (u = 0; u < z->units; ++u) UPIPE_TRY(upi_zero_sum(c, z, u, z->grads + z->first[u]));
     if (z->stage == 1) return UPIPE_OK;
     for (u = 0; u < z->units; ++u)
-        UPIPE_TRY(upipe_slices_gather(c, z->world, z->grads + z->first[u],
-                                      upipe_zero_owned(z, UPIPE_ZERO_GRADS, u), upi_zero_n(z, u), 4));
+        UPIPE_TRY(upi_slices_gather(c, z->world, z->grads + z->first[u],
+                                    upipe_zero_owned(z, UPIPE_ZERO_GRADS, u), upi_zero_n(z, u), 4));
     return UPIPE_OK;
 }
 

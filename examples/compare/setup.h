@@ -108,7 +108,7 @@ static upipe_status method_plan_rank(const method *m, method_rank *rank, int r, 
     rank->layer = method_layer(m->o, rank);
     for (pass = 0; pass < 2; ++pass) {
         rank->planned.sent[SENT_TEAM][pass] = upipe_plan_sent(&rank->plan, pass);
-        rank->planned.sent[SENT_RING][pass] = upipe_plan_sent_ring(&rank->plan, &rank->layer.mask, pass);
+        rank->planned.sent[SENT_RING][pass] = upipe_ring_sent(&rank->plan, &rank->layer.mask, pass);
     }
     if (m->kind->segmented) UPIPE_TRY(method_plan_segments(m, rank, e));
     rank->planned.host = method_kept_host(m, rank);

@@ -10,7 +10,7 @@
  * docs/porting.md walks through it.
  */
 #ifdef UPIPE
-#include "upipe/net/upipe_net_threads_host.h"
+#include "upipe/net/upipe_net_threads_session.h"
 #include "upipe/cpu/upipe_cpu.h"
 #endif
 #include <math.h>
@@ -56,7 +56,7 @@ typedef struct part {
     int evaluates; /* nothing is kept for a backward */
     kept layer[LAYERS + 1];
 #ifdef UPIPE
-    upipe_host *host;
+    upipe_session *host;
     upipe_saved saved[LAYERS];
 #endif
 } part;
@@ -387,7 +387,7 @@ static int train(part *p, int first)
 }
 
 #ifdef UPIPE
-static upipe_status rank_main(void *user, upipe_host *h)
+static upipe_status rank_main(void *user, upipe_session *h)
 {
     static _Thread_local part p; /* a rank is a thread */
     for ((void)user, p.host = h; p.rows < h->plan.rows; ++p.rows) {
@@ -401,13 +401,13 @@ static upipe_status rank_main(void *user, upipe_host *h)
 int main(int argc, char **argv)
 {
 #ifdef UPIPE
-    upipe_host_desc desc = {.plan = {.tokens = TOKENS, .batch = BATCH, .heads = HEADS, .head_dim = HEAD_DIM},
-                            .layers = LAYERS};
+    upipe_session_desc desc = {
+        .plan = {.tokens = TOKENS, .batch = BATCH, .heads = HEADS, .head_dim = HEAD_DIM}, .layers = LAYERS};
     upipe_ops ops;
     upipe_err err;
     upipe_cpu_ops(&ops), desc.call.mask.causal = 1;
     desc.plan.ranks = argc > 1 ? atoi(argv[1]) : 1, desc.plan.chunk = argc > 2 ? atoi(argv[2]) : 0;
-    return upipe_threads_hosts(&desc, &ops, 60, rank_main, &err) && fprintf(stderr, "%s\n", err.text);
+    return upipe_threads_sessions(&desc, &ops, 60, rank_main, &err) && fprintf(stderr, "%s\n", err.text);
 #else
     static part p;
     (void)argc, (void)argv;

@@ -1,6 +1,6 @@
 /* port.h -- what both ports are made of: attention of a fused product by this thread's host, on the CPU or a GPU
  *
- *     port_host = &h;          an open upipe_host (upipe/upipe_host.h): its table and slab say where it computes
+ *     port_host = &h;          an open upipe_session (upipe/upipe_session.h): its table and slab say where it computes
  *
  * A layer is known by the statistics that its forward has: the log-sum-exp lies in the host's pool, and theirs is not
  * written. A forward whose layer still waits for a backward frees what it saved: it was an evaluation.
@@ -15,7 +15,7 @@
 
 #include "trainer.h"
 
-inline thread_local upipe_host *port_host;
+inline thread_local upipe_session *port_host;
 inline thread_local std::map<const float *, upipe_saved> port_saved;
 
 /* Whether the host's plan is of these numbers. */

@@ -198,7 +198,7 @@ static void fuzz_data(const char *name, token_type type)
 {
     static int32_t inputs[8], targets[8];
     static int64_t borders[16];
-    const upipe_shard s = upipe_shard_range(0, 8);
+    const upipe_shard s = upi_shard_range(0, 8);
     char path[128];
     data_request q;
     data_order order;

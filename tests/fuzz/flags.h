@@ -23,7 +23,7 @@ static void flags_plan(const upipe_plan_desc *d, int segments)
         (segments > 1 && upipe_fpdt_plan(&f, 0, &p, &e) != UPIPE_OK))
         CHECK(strlen(e.text) > 10);
     else
-        CHECK(p.stages >= 1 && upipe_plan_sent_stage(&p, p.stages - 1, 1) >= 0);
+        CHECK(p.stages >= 1 && upi_plan_sent_stage(&p, p.stages - 1, 1) >= 0);
 }
 
 static void fuzz_one(const char *input, size_t n)

@@ -94,15 +94,14 @@ static void walk(const upipe_plan *p)
     for (i = 0; i < 3; ++i) {
         const upipe_stage s = upipe_plan_stage(p, stages[i]);
         CHECK(s.round >= 0 && s.round < p->rounds && s.step >= 0 && s.step < p->steps);
-        CHECK(upipe_plan_sent_stage(p, stages[i], 0) >= 0 && upipe_plan_sent_stage(p, stages[i], 1) >= 0);
+        CHECK(upi_plan_sent_stage(p, stages[i], 0) >= 0 && upi_plan_sent_stage(p, stages[i], 1) >= 0);
         for (j = 0; j < 4; ++j) walk_part(p, stages[i], ranks[j]);
     }
     for (j = 0; j < 4; ++j)
-        CHECK(upipe_plan_tokens(p, ranks[j], &first) >= 1 && first >= 0 && first < p->team_tokens);
+        CHECK(upi_plan_tokens(p, ranks[j], &first) >= 1 && first >= 0 && first < p->team_tokens);
     CHECK_INT(upipe_plan_before(p, p->stages, -1), d->heads);
     CHECK(upipe_plan_sent(p, 0) >= 0 && upipe_plan_sent(p, 1) >= 0);
-    CHECK(upipe_plan_sent_ring(p, &full, 0) >= 0 &&
-          upipe_plan_sent_ring(p, &full, 1) >= upipe_plan_sent_ring(p, &full, 0));
+    CHECK(upipe_ring_sent(p, &full, 0) >= 0 && upipe_ring_sent(p, &full, 1) >= upipe_ring_sent(p, &full, 0));
     CHECK(p->team_tokens <= p->team_tokens_most && upipe_plan_unit_bytes(p) > 0);
     CHECK(b.slot >= b.q && b.send > 0 && b.lse > 0 && b.kv_send > 0);
     walk_shard(&p->team_shard, d->tokens);
@@ -195,8 +194,7 @@ static void run_dry(const upipe_plan *p, const upipe_fpdt *segmented, const int6
               upipe_dry_bytes(&dry).peak == dry.mem.peak);
         if ((flags & 32) == 0) CHECK_INT(dry.team.sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1));
         if ((flags & 32) == 0)
-            CHECK_INT(dry.ring.sent_bytes,
-                      upipe_plan_sent_ring(p, &l.mask, 0) + upipe_plan_sent_ring(p, &l.mask, 1));
+            CHECK_INT(dry.ring.sent_bytes, upipe_ring_sent(p, &l.mask, 0) + upipe_ring_sent(p, &l.mask, 1));
     }
     if (f.segments > 8 || !accepted(upipe_dry_init(&dry, p, &ops), &dry.ctx.err)) return;
     f.layer = l;

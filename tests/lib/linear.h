@@ -190,7 +190,7 @@ static inline upipe_linear_grad call_of(const linear *x, int64_t first, int64_t 
 
 static upipe_linear_ops rules;
 
-static inline void work_begin(upipe_ctx *c, upipe_linear *a, upipe_linear_pass pass)
+static inline void work_begin(upipe_ctx *c, upipe_linear *a, upipe_linear_direction pass)
 {
     a->work_bytes = upipe_linear_bytes(c, &rules, a, pass);
     a->work = slab_of(a->work_bytes);
@@ -203,7 +203,7 @@ static inline void check_linear_bytes(const upipe_ops *ops)
     float beta = 0;
     for (int i = 0; i < 5 * 2 * 2 * 2; ++i) {
         const int *of = dims[i % 5], delta = i / 5 % 2, chunk = i / 10 % 2 ? 64 : 3;
-        const upipe_linear_pass pass = i / 20 ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD;
+        const upipe_linear_direction pass = i / 20 ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD;
         upipe_linear_grad g = {.a = {.chunk = chunk}};
         size_t before = 0;
         g.a.q = g.a.k = upipe_view_packed(NULL, UPIPE_BF16, 0, of[0], of[1]);

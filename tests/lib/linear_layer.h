@@ -262,7 +262,7 @@ typedef struct part {
     upipe_plan plan;
     upipe_linear_layer l;
     upipe_linear_layer_grads grads;
-    upipe_linear_saved saved;
+    upipe_linear_layer_saved saved;
     upipe_view x, y, dx, dy;
     int64_t pos;
     part_bytes bytes[2]; /* of a dry run, forward and backward */
@@ -434,7 +434,7 @@ static inline upipe_status rank_body(void *user, int rank)
         if (s == UPIPE_OK) read_rows(&c, a, &parts[i], a->grad[X], parts[i].dx);
         if (s == UPIPE_OK) continue;
         CHECK_REFUSED(part_run(&c, comm, &parts[i], 1, carry), UPIPE_ERR_ARG, c.err, "consumed");
-        CHECK_STATUS(upipe_linear_saved_free(&c, &parts[i].saved), UPIPE_OK, c.err);
+        CHECK_STATUS(upipe_linear_layer_saved_free(&c, &parts[i].saved), UPIPE_OK, c.err);
         CHECK_INT(mem.live, 0);
     }
     if (s == UPIPE_OK) {

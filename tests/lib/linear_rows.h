@@ -9,7 +9,7 @@
 #ifndef UPIPE_TEST_LINEAR_ROWS_H
 #define UPIPE_TEST_LINEAR_ROWS_H
 
-#include "upipe/upipe_linear_rows.h"
+#include "upipe/upipe_linear.h"
 
 #include "linear.h"
 

@@ -35,7 +35,7 @@ static void lost_nobody(const lost_rank *k)
     upipe_comm *const all[] = {k->world, k->team, k->ring, k->side};
     upipe_ctx c = {.ops = k->ops};
     for (int i = 0; i < 4; ++i) {
-        CHECK_INT(upipe_comm_called(all[i], all[i]->rank), k->rank);
+        CHECK_INT(upi_comm_called(all[i], all[i]->rank), k->rank);
         all[i]->deadline = 20;
         CHECK_STATUS(upipe_comm_barrier(&c, all[i]), UPIPE_OK, c.err);
     }

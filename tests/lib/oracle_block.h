@@ -28,7 +28,7 @@ typedef struct block_shape {
     const double *rope_rates;   /* NULL: by theta */
     int normed;                 /* QK norm */
     int projected;              /* with the output projection */
-    int gated;                  /* its input is gated by x, upipe_out_gate.h */
+    int gated;                  /* its input is gated by x, upipe_layer.h */
     int biased;                 /* bq, bk, bv, and bo with the output projection */
     int naive;                  /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;

@@ -200,13 +200,13 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     if (shape->projected) {
         UPIPE_TRY(upipe_mem_alloc(c->mem, &data, unit, UPIPE_USE_OTHER, "y", &c->err));
         y = upipe_view_packed(data, dtype, p->rows, 1, (int32_t)dim);
-        UPIPE_TRY(shape->gated ? upipe_gated_out_fwd(c, l, y, &save, x)
+        UPIPE_TRY(shape->gated ? upipe_layer_gated_out_fwd(c, l, y, &save, x)
                                : upipe_layer_out_fwd(c, l, y, &save));
         UPIPE_TRY(c->ops->cast(c, wide, y));
         run_rows(p, s->r->out.y, host, dim, 1);
         run_rows(p, s->in->dy, host, dim, 0);
         UPIPE_TRY(c->ops->cast(c, y, wide));
-        UPIPE_TRY(shape->gated ? upipe_gated_out_bwd(c, l, &g, &save, y, y, x)
+        UPIPE_TRY(shape->gated ? upipe_layer_gated_out_bwd(c, l, &g, &save, y, y, x)
                                : upipe_layer_out_bwd(c, l, &g, &save, y));
         if (!shape->gated) UPIPE_TRY(upipe_mem_free(c->mem, y.data, &c->err));
     } else {
@@ -236,8 +236,7 @@ static inline upipe_status run_rank(upipe_ctx *c, run_state *s, int rank, float 
     CHECK_INT(c->team->sent_bytes, upipe_plan_sent(p, 0) + upipe_plan_sent(p, 1 + c->ops->attn_reads_o));
     moved[rank] = c->team->moved_bytes;
     if (c->ring != NULL) {
-        CHECK_INT(c->ring->sent_bytes,
-                  upipe_plan_sent_ring(p, &l->mask, 0) + upipe_plan_sent_ring(p, &l->mask, 1));
+        CHECK_INT(c->ring->sent_bytes, upipe_ring_sent(p, &l->mask, 0) + upipe_ring_sent(p, &l->mask, 1));
         moved[rank] += c->ring->moved_bytes;
     }
     UPIPE_TRY(upipe_mem_free(c->mem, dout.data, &c->err));
@@ -422,8 +421,8 @@ static inline upipe_status run_dry_gated(upipe_dry *dry, const upipe_layer *laye
     y = dx = x;
     UPIPE_TRY(upipe_layer_fwd(c, &l, &save, x));
     UPIPE_TRY(upipe_alloc(c, &y.data, unit, UPIPE_USE_OTHER, "y"));
-    UPIPE_TRY(upipe_gated_out_fwd(c, &l, y, &save, x));
-    UPIPE_TRY(upipe_gated_out_bwd(c, &l, &grads, &save, y, y, x));
+    UPIPE_TRY(upipe_layer_gated_out_fwd(c, &l, y, &save, x));
+    UPIPE_TRY(upipe_layer_gated_out_bwd(c, &l, &grads, &save, y, y, x));
     if (!dx_in_place) UPIPE_TRY(upipe_alloc(c, &dx.data, unit, UPIPE_USE_OTHER, "dx"));
     UPIPE_TRY(upipe_layer_bwd(c, &l, dx, &grads, &save, &save.out, x));
     UPIPE_TRY(c->ops->add(c, dx, y));
@@ -489,8 +488,8 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
         own->dwg = run_filled(test->begun, block_count(shape, "wg"));
         status = run_dry(test, &s->ops, own, &r->errors[0]);
         sent += upipe_plan_sent(&own->plan, 0) + upipe_plan_sent(&own->plan, 1 + s->ops.attn_reads_o);
-        sent += upipe_plan_sent_ring(&own->plan, &own->layer.mask, 0) +
-                upipe_plan_sent_ring(&own->plan, &own->layer.mask, 1);
+        sent += upipe_ring_sent(&own->plan, &own->layer.mask, 0) +
+                upipe_ring_sent(&own->plan, &own->layer.mask, 1);
     }
     r->plan = s->own[0].plan;
     r->bytes = s->own[0].bytes;

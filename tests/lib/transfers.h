@@ -11,7 +11,6 @@
 #ifndef UPIPE_TEST_TRANSFERS_H
 #define UPIPE_TEST_TRANSFERS_H
 
-#include "upipe/upipe_agree.h"
 #include "upipe/upipe_comm.h"
 
 #include "test.h"
@@ -35,34 +34,34 @@ __attribute__((unused)) static upipe_status plain_sync(upipe_ctx *c)
     return UPIPE_OK;
 }
 
-/* ---- descriptions for upipe_comm_agree ---- */
+/* ---- descriptions for upi_agree ---- */
 
 /* Of one number. */
-static inline upipe_fields fields_of(const char *name, int64_t value)
+static inline upi_fields fields_of(const char *name, int64_t value)
 {
-    upipe_fields f;
+    upi_fields f;
     f.n = 0;
-    upipe_field_int(&f, name, value);
+    upi_field_int(&f, name, value);
     return f;
 }
 
 /* tokens 4096, heads, and one more number. */
-static inline upipe_fields fields_of_block(int64_t heads, const char *name, int64_t value)
+static inline upi_fields fields_of_block(int64_t heads, const char *name, int64_t value)
 {
-    upipe_fields f = fields_of("tokens", 4096);
-    upipe_field_int(&f, "heads", heads);
-    upipe_field_int(&f, name, value);
+    upi_fields f = fields_of("tokens", 4096);
+    upi_field_int(&f, "heads", heads);
+    upi_field_int(&f, name, value);
     return f;
 }
 
 /* The same, in which tokens are a real number. */
-static inline upipe_fields fields_of_real(double tokens, int64_t heads, const char *name, int64_t value)
+static inline upi_fields fields_of_real(double tokens, int64_t heads, const char *name, int64_t value)
 {
-    upipe_fields f;
+    upi_fields f;
     f.n = 0;
-    upipe_field_real(&f, "tokens", tokens);
-    upipe_field_int(&f, "heads", heads);
-    upipe_field_int(&f, name, value);
+    upi_field_real(&f, "tokens", tokens);
+    upi_field_int(&f, "heads", heads);
+    upi_field_int(&f, name, value);
     return f;
 }
 
@@ -292,7 +291,7 @@ static inline void lists_check(const lists *t, const uint32_t *recv)
 /* Every call fails at once, with the first reason: NULL is what the first of them says. */
 static inline void check_dead_calls(upipe_ctx *c, const char *reason)
 {
-    const upipe_fields fields = fields_of("never compared", 99);
+    const upi_fields fields = fields_of("never compared", 99);
     int64_t one = 1, all[64];
     upipe_msg none = {0};
     char first[256];
@@ -303,7 +302,7 @@ static inline void check_dead_calls(upipe_ctx *c, const char *reason)
     CHECK_STATUS(upipe_comm_start(c, c->team, &none, 0), UPIPE_ERR_ABORTED, c->err);
     CHECK(strcmp(c->err.text, first) == 0);
     CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, &one, 1), UPIPE_ERR_ABORTED, c->err);
-    CHECK_STATUS(upipe_comm_agree(c, c->team, &fields), UPIPE_ERR_ABORTED, c->err);
+    CHECK_STATUS(upi_agree(c, c->team, &fields), UPIPE_ERR_ABORTED, c->err);
     CHECK(strcmp(c->err.text, first) == 0);
     CHECK(!c->team->started);
 }

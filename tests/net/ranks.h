@@ -69,7 +69,7 @@ static upipe_status test_copy(upipe_ctx *c, void *dst, const void *src, size_t b
 /* As a compute table's: a stream that a transfer holds up is waited for within the deadline. */
 static upipe_status test_sync(upipe_ctx *c)
 {
-    UPIPE_TRY(upipe_comm_settle(c));
+    UPIPE_TRY(upi_comm_settle(c));
     return test_check_cuda(c, cudaStreamSynchronize((cudaStream_t)c->stream), "cudaStreamSynchronize");
 }
 
@@ -239,7 +239,7 @@ static upipe_status all_to_all(rank_buf *k, int count)
     all_messages(k->list, k->ranks, k->send, k->recv, count, WORDS);
     UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
     UPIPE_TRY(upipe_comm_wait(c, c->team));
-    UPIPE_TRY(upipe_comm_settle(c));
+    UPIPE_TRY(upi_comm_settle(c));
     get(k, host, k->recv, bytes);
     all_check(host, k->rank, k->ranks, n);
     return UPIPE_OK;
@@ -343,9 +343,9 @@ static void crew_fails(crew *all, upipe_status (*body)(rank_buf *), int times, i
 static upipe_status every_call(rank_buf *k)
 {
     upipe_ctx *c = &k->ctx;
-    const upipe_fields fields = fields_of("heads", 32);
+    const upi_fields fields = fields_of("heads", 32);
     memset(k->list, 0, sizeof k->list);
-    UPIPE_TRY(upipe_comm_agree(c, c->team, &fields));
+    UPIPE_TRY(upi_agree(c, c->team, &fields));
     for (int distance = 1; distance >= 0; --distance) {
         UPIPE_TRY(shift_start(c, c->team, k->recv, k->send, 64, distance));
         UPIPE_TRY(upipe_comm_wait(c, c->team));
@@ -358,7 +358,7 @@ static upipe_status every_call(rank_buf *k)
     }
     UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
     UPIPE_TRY(upipe_comm_wait(c, c->team));
-    UPIPE_TRY(upipe_slices_gather(c, c->team, k->recv, k->send, k->ranks * WORDS, 4));
+    UPIPE_TRY(upi_slices_gather(c, c->team, k->recv, k->send, k->ranks * WORDS, 4));
     return upipe_comm_barrier(c, c->team);
 }
 

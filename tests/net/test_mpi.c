@@ -12,7 +12,7 @@
 #define _XOPEN_SOURCE   700
 #include "upipe/net/upipe_net_mpi.h"
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/upipe_host.h"
+#include "upipe/upipe_session.h"
 
 #include <signal.h>
 #include <sys/time.h>
@@ -274,25 +274,25 @@ static void test_agree(int victim, int what)
     part_buf *k = part_begin(20);
     upipe_ctx *c = &k->ctx;
     const int odd = k->rank == victim;
-    upipe_fields f;
+    upi_fields f;
     upipe_status s;
     for (int i = 0; i < 6; ++i) {
         f = fields_of_block(32, "chunk", i / 3);
-        CHECK_STATUS(upipe_comm_agree(c, c->team, &f), UPIPE_OK, c->err);
+        CHECK_STATUS(upi_agree(c, c->team, &f), UPIPE_OK, c->err);
     }
     CHECK_INT(k->team.call, 2);
     if (what == 0) {
         f = fields_of_block(odd ? 31 : 32, "chunk", 77);
-        CHECK_REFUSED(upipe_comm_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "heads is 3");
+        CHECK_REFUSED(upi_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "heads is 3");
         CHECK_TEXT(c->err.text, "31");
         CHECK_TEXT(c->err.text, "32");
     } else if (what == 1) {
         f = fields_of_real(odd ? 500000 : 0.5, 32, "chunk", 1);
-        CHECK_REFUSED(upipe_comm_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "500000");
+        CHECK_REFUSED(upi_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "500000");
         CHECK_TEXT(c->err.text, "0.5");
     } else { /* one rank compares while the others go on: nobody gets through */
         if (odd) f = fields_of_block(32, "chunk", 5);
-        s = upipe_comm_agree(c, c->team, &f);
+        s = upi_agree(c, c->team, &f);
         if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
         CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, "all-gather");
         CHECK_TEXT(c->err.text, "barrier");
@@ -543,10 +543,10 @@ static void test_init(void)
 static void test_host(void)
 {
     enum { HEADS = 4, DIM = 32, ROWS_MAX = 8 };
-    static upipe_host h;
+    static upipe_session h;
     static float qkv[ROWS_MAX * 3 * HEADS * DIM], o[ROWS_MAX * HEADS * DIM];
     upipe_ctx *c = &h.ctx;
-    upipe_host_desc d;
+    upipe_session_desc d;
     upipe_qkv a;
     upipe_qkv_grads g;
     upipe_saved saved;
@@ -563,9 +563,9 @@ static void test_host(void)
     c->ops = &ops, c->team = &team.comm;
     memset(&d, 0, sizeof d);
     d.plan.tokens = ROWS_MAX * team.comm.ranks, d.plan.heads = HEADS, d.plan.head_dim = DIM, d.layers = 1;
-    CHECK_STATUS(upipe_host_open(&h, &d), UPIPE_OK, c->err);
-    slab = aligned_alloc(UPIPE_MEM_ALIGN, upipe_host_slab_bytes(&h));
-    CHECK_STATUS(upipe_host_slab(&h, slab), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_session_open(&h, &d), UPIPE_OK, c->err);
+    slab = aligned_alloc(UPIPE_MEM_ALIGN, upipe_session_slab_bytes(&h));
+    CHECK_STATUS(upipe_session_slab(&h, slab), UPIPE_OK, c->err);
     a = upipe_qkv_fused(&h.call, qkv, o, UPIPE_F32);
     g = upipe_qkv_grads_of(&a);
     CHECK_STATUS(upipe_qkv_fwd(c, &a, &saved), UPIPE_OK, c->err);
@@ -578,7 +578,7 @@ static void test_host(void)
     CHECK_INT(h.mem.peak, h.dry.mem.peak);
     CHECK_STATUS(upipe_scalars_sum(c, c->team, &one, 1), UPIPE_OK, c->err);
     CHECK_INT(one, team.comm.ranks);
-    CHECK_STATUS(upipe_host_close(&h), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_session_close(&h), UPIPE_OK, c->err);
     CHECK_STATUS(upipe_mpi_free(&team, &e), UPIPE_OK, e);
     free(slab);
     MPI_Comm_free(&mpi);

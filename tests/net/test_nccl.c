@@ -10,7 +10,7 @@
 
 #include "upipe/net/upipe_net_nccl.h"
 #include "upipe/cuda/upipe_cuda_device.h"
-#include "upipe/upipe_unwind.h"
+#include "upipe/upipe_comm.h"
 
 #include "ranks.h"
 
@@ -53,8 +53,8 @@ static upipe_status slices(rank_buf *k, int n)
         put(k, k->recv, host, bytes);
         for (int i = 0; i < mine; ++i) host[i] = word_of(k->rank, apart, i);
         put(k, own, host, (size_t)mine * 4);
-        UPIPE_TRY(upipe_slices_gather(c, c->team, k->recv, own, n, 4));
-        UPIPE_TRY(upipe_comm_settle(c));
+        UPIPE_TRY(upi_slices_gather(c, c->team, k->recv, own, n, 4));
+        UPIPE_TRY(upi_comm_settle(c));
         get(k, host, k->recv, bytes);
         for (int r = 0; r < k->ranks; ++r) {
             const int64_t theirs = upipe_reduce_slice(n, r, k->ranks, &first);
@@ -136,7 +136,7 @@ static upipe_status mismatch_body(rank_buf *k)
     upipe_ctx *c = &k->ctx;
     int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
     int odd = k->rank == k->crew->victim, what = k->crew->what;
-    const upipe_fields fields = fields_of("heads", 32 + odd);
+    const upi_fields fields = fields_of("heads", 32 + odd);
     upipe_msg own;
     upipe_status s;
     UPIPE_TRY(all_to_all(k, 1));
@@ -158,7 +158,7 @@ static upipe_status mismatch_body(rank_buf *k)
     } else if (what == KIND && odd) {
         s = upipe_comm_barrier(c, c->team);
     } else if (what == FIELD) {
-        s = upipe_comm_agree(c, c->team, &fields);
+        s = upi_agree(c, c->team, &fields);
     } else {
         s = upipe_comm_all_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
     }
@@ -285,7 +285,7 @@ static upipe_status never_body(rank_buf *k)
     CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
     CHECK(test_seconds() - began < 3); /* of 20, were it not this team's deadline */
     CHECK_INT(c->team->quarantine, 1);
-    CHECK(upipe_unwind(c, s, 0, NULL) == s); /* the stream goes on: it does not hang here */
+    CHECK(upi_unwind(c, s, 0, NULL) == s); /* the stream goes on: it does not hang here */
     CHECK_STATUS(upipe_alloc(c, &again, 64, UPIPE_USE_OTHER, "again"), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_mem_destroy(&mem, &c->err), UPIPE_OK, c->err);
     check_dead(k);

@@ -237,8 +237,8 @@ static upipe_status calls_body(void *user, int r)
     CHECK_STATUS(upipe_comm_all_gather(c, c->team, c->team->gathered, mine, UPIPE_ALL_GATHER_MAX + 1),
                  UPIPE_ERR_ARG, c->err);
     for (int i = 0; i < 6; ++i) {
-        const upipe_fields f = fields_of_block(32, "chunk", i / 3);
-        CHECK_STATUS(upipe_comm_agree(c, c->team, &f), UPIPE_OK, c->err);
+        const upi_fields f = fields_of_block(32, "chunk", i / 3);
+        CHECK_STATUS(upi_agree(c, c->team, &f), UPIPE_OK, c->err);
     }
     return leave(k, r);
 }

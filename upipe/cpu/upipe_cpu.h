@@ -1,4 +1,4 @@
-/* upipe_cpu.h -- the CPU compute table        backend cpu, includes all of cpu but cblas, bf16, linear
+/* upipe_cpu.h -- the CPU compute table
  *
  *     upipe_ops ops;
  *     upipe_cpu_ops(&ops);

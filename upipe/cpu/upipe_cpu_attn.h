@@ -444,19 +444,19 @@ typedef struct upi_attn_part {
 UPI_INLINE void upi_attn_part_make(upi_attn_part *part, upi_attn_lanes lanes, int lane, int64_t k0, int keys)
 {
     const int64_t *first = lanes.first + lane, *end = lanes.end + lane;
-    const int top = UPI_ATTN_PANEL - 1, to = (int)upipe_clamp(end[top] - k0, 0, keys);
+    const int top = UPI_ATTN_PANEL - 1, to = (int)upi_clamp(end[top] - k0, 0, keys);
     int64_t base;
     int l, v;
-    part->from = (int)upipe_clamp(first[0] - k0, 0, UPI_ATTN_KEYS) / UPI_ATTN_TILE * UPI_ATTN_TILE;
+    part->from = (int)upi_clamp(first[0] - k0, 0, UPI_ATTN_KEYS) / UPI_ATTN_TILE * UPI_ATTN_TILE;
     part->count = to > part->from ? to - part->from : 0;
     base = k0 + part->from;
     part->masked = first[top] > base || end[0] < base + part->count;
     for (v = 0; v < UPI_ATTN_VECTORS; ++v)
-        part->seen[v] = (int)upipe_clamp(end[(v + 1) * UPI_WIDE - 1] - base, 0, part->count);
+        part->seen[v] = (int)upi_clamp(end[(v + 1) * UPI_WIDE - 1] - base, 0, part->count);
     if (!part->masked) return;
     for (l = 0; l < UPI_ATTN_PANEL; ++l) {
-        part->low[l] = (float)(int)upipe_clamp(first[l] - base, 0, UPI_ATTN_KEYS);
-        part->high[l] = (float)(int)upipe_clamp(end[l] - base, 0, UPI_ATTN_KEYS);
+        part->low[l] = (float)(int)upi_clamp(first[l] - base, 0, UPI_ATTN_KEYS);
+        part->high[l] = (float)(int)upi_clamp(end[l] - base, 0, UPI_ATTN_KEYS);
     }
 }
 

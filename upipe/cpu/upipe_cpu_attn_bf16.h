@@ -252,8 +252,8 @@ UPI_CPU_KERNEL void upi_attn_bf16_add_grad_cleaned(int d, int keys, int rows, co
 {
     int i;
     for (i = 0; i < rows; ++i)
-        upi_attn_bf16_add_cleaned(from + i * stride, d, (int)upipe_clamp(lanes.first[i] - k0, 0, keys),
-                                  (int)upipe_clamp(lanes.end[i] - k0, 0, keys), weights + i / 2,
+        upi_attn_bf16_add_cleaned(from + i * stride, d, (int)upi_clamp(lanes.first[i] - k0, 0, keys),
+                                  (int)upi_clamp(lanes.end[i] - k0, 0, keys), weights + i / 2,
                                   UPI_ATTN_BF16_ROW_STEP, i % 2, grad, grad_stride, 1);
 }
 

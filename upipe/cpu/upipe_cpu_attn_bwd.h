@@ -1,4 +1,4 @@
-/* upipe_cpu_attn_bwd.h -- attention backward on the CPU        backend cpu, includes cpu_attn_fwd
+/* upipe_cpu_attn_bwd.h -- attention backward on the CPU
  *
  * Fills the table's attn_bwd and attn_bytes (upi_cpu_attn_bwd, _bytes). Links with the math library.
  *
@@ -493,7 +493,7 @@ UPIPE_API void upi_attn_sink_item(void *arg, int64_t j, int32_t worker)
 {
     const upipe_attn_grad *g = (const upipe_attn_grad *)arg;
     const upi_attn_head h = upi_attn_head_make(&g->a, (int32_t)j);
-    const upipe_attn_rows inside = upipe_attn_inside(&g->a, g->a.q_pos, g->a.q.n);
+    const upipe_attn_rows inside = upi_attn_inside(&g->a, g->a.q_pos, g->a.q.n);
     const float *delta = (const float *)upi_attn_view_head(g->delta, (int32_t)j);
     double sum = 0;
     int64_t i;

@@ -1,4 +1,4 @@
-/* upipe_cpu_attn_fwd.h -- attention forward on the CPU        backend cpu, includes cpu_attn
+/* upipe_cpu_attn_fwd.h -- attention forward on the CPU
  *
  * Fills the table's attn_fwd (upi_cpu_attn_fwd). Links with the math library.
  *

@@ -1,4 +1,4 @@
-/* upipe_cpu_bf16.h -- products of bf16 by the processor's bf16 instructions        backend cpu, includes cpu_gemm
+/* upipe_cpu_bf16.h -- products of bf16 by the processor's bf16 instructions
  *
  *     upipe_cpu_ops(&ops);
  *     if (upipe_cpu_bf16(&ops, &err) != UPIPE_OK) puts(err.text);     the table is as it was
@@ -95,7 +95,7 @@ UPI_INLINE void upi_bf16_plan(upi_bf16_job *g, const upipe_ops *ops, upipe_view 
     g->added = out.h == 1 ? a.h : 1;
     g->sum_depth = trans_a ? (int)UPIPE_SUM_ROWS : (int)UPI_BF16_DEPTH;
     if (g->added > 1 && matrix > 0 && matrix <= g->sum_depth && matrix % UPI_BF16_STEP == 0 &&
-        upipe_gemm_join(out, &a, &b, flags)) {
+        upi_gemm_join(out, &a, &b, flags)) {
         g->sum_depth = (int)matrix;
         g->added = 1;
     }
@@ -473,7 +473,7 @@ UPI_INLINE upipe_status upi_bf16_gemm(upipe_ctx *c, upipe_view out, upipe_view a
                                       void *work, size_t work_bytes, const upi_bf16_unit *unit)
 {
     upi_bf16_job g;
-    UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
+    UPIPE_TRY(upi_check_gemm(c, out, a, b, flags));
     if (!upi_bf16_fits(out, a, b, flags)) return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
     upi_bf16_plan(&g, c->ops, out, a, b, flags);
     if (work == NULL || work_bytes < g.bytes || (uintptr_t)work % UPI_GEMM_ALIGN != 0)

@@ -1,4 +1,4 @@
-/* upipe_cpu_cblas.h -- the host's BLAS for f32 matrix products        backend cpu, includes cpu, cpu_gemm,
+/* upipe_cpu_cblas.h -- the host's BLAS for f32 matrix products
  *  <cblas.h>
  *
  *     upipe_cpu_ops(&ops);
@@ -38,8 +38,8 @@ UPIPE_API upipe_status upi_cblas_gemm(upipe_ctx *c, upipe_view out, upipe_view a
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
     int64_t depth;
     int32_t j;
-    UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
-    if (!upipe_gemm_join(out, &a, &b, flags)) return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
+    UPIPE_TRY(upi_check_gemm(c, out, a, b, flags));
+    if (!upi_gemm_join(out, &a, &b, flags)) return upi_cpu_gemm(c, out, a, b, flags, work, work_bytes);
     depth = trans_a ? a.n : a.d;
     if (!upi_cblas_accepts(out) || !upi_cblas_accepts(a) || !upi_cblas_accepts(b) || depth == 0 ||
         out.n == 0 || out.d == 0)

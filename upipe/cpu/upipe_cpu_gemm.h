@@ -1,4 +1,4 @@
-/* upipe_cpu_gemm.h -- matrix product on the CPU        backend cpu, includes cpu_par, check
+/* upipe_cpu_gemm.h -- matrix product on the CPU
  *
  * Fills two entries of the table (upi_cpu_gemm, upi_cpu_gemm_bytes). Any mix of f32 and bf16, any strides.
  * The scheme is BLAS's usual one: pieces of a and b are packed as f32, a register tile of ROWS x COLS sums
@@ -35,7 +35,7 @@
 #define UPIPE_CPU_GEMM_H
 
 #include "upipe_cpu_par.h"
-#include "../upipe_check.h"
+#include "../upipe_ops.h"
 
 /* clang-format off */
 enum {
@@ -161,7 +161,7 @@ UPI_INLINE void upi_gemm_plan(upi_gemm_job *g, const upipe_ops *ops, upipe_view 
     g->added = out.h == 1 ? a.h : 1;
     packed = upi_gemm_least(matrix * g->added, UPI_GEMM_DEPTH); /* the most, however the depth is cut below */
     g->sum_depth = trans_a ? (int)UPIPE_SUM_ROWS : (int)UPI_GEMM_DEPTH;
-    if (g->added > 1 && matrix > 0 && matrix <= g->sum_depth && upipe_gemm_join(out, &a, &b, flags)) {
+    if (g->added > 1 && matrix > 0 && matrix <= g->sum_depth && upi_gemm_join(out, &a, &b, flags)) {
         g->sum_depth = (int)matrix;
         g->added = 1;
     }
@@ -697,7 +697,7 @@ UPIPE_API upipe_status upi_cpu_gemm(upipe_ctx *c, upipe_view out, upipe_view a, 
     upi_gemm_job g;
     int64_t row;
     int head;
-    UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
+    UPIPE_TRY(upi_check_gemm(c, out, a, b, flags));
     upi_gemm_plan(&g, c->ops, out, a, b, flags);
     if (out.n == 0 || out.d == 0) return UPIPE_OK;
     if (g.depth == 0) { /* the empty sum */

@@ -1,4 +1,4 @@
-/* upipe_cpu_linear.h -- the rules of linear attention on the CPU        backend cpu, includes cpu_linear_rows, linear
+/* upipe_cpu_linear.h -- the rules of linear attention on the CPU
  *
  *     upipe_linear_ops rules;
  *     upipe_cpu_linear(&rules);
@@ -179,17 +179,18 @@ UPIPE_API size_t upi_linear_layout(upi_linear_worker *w, const upipe_ops *ops, c
 }
 
 /* Chunks, and in a backward those of a run. */
-UPIPE_API void upi_linear_plan(upi_linear_job *job, const upipe_linear *a, upipe_linear_pass pass)
+UPIPE_API void upi_linear_plan(upi_linear_job *job, const upipe_linear *a, upipe_linear_direction pass)
 {
     int64_t i;
     memset(job, 0, sizeof *job);
     job->a = a;
-    for (i = 0; i < a->q.n; i = upipe_linear_chunk_end(a, i)) ++job->chunks;
+    for (i = 0; i < a->q.n; i = upi_linear_chunk_end(a, i)) ++job->chunks;
     if (pass == UPIPE_LINEAR_BWD)
         for (job->run = 1; job->run * job->run < job->chunks;) ++job->run;
 }
 
-UPIPE_API size_t upi_cpu_linear_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass)
+UPIPE_API size_t upi_cpu_linear_bytes(const upipe_ops *ops, const upipe_linear *a,
+                                      upipe_linear_direction pass)
 {
     upi_linear_job job;
     upi_linear_plan(&job, a, pass);
@@ -607,8 +608,8 @@ UPIPE_API void upi_linear_fwd_item(void *arg, int64_t i, int32_t worker)
     int64_t row, end;
     if (a->out != a->state) memcpy(s, a->state + (size_t)i * size, size * 4);
     for (row = 0; row < a->q.n; row = end) {
-        const int l = (int)((end = upipe_linear_chunk_end(a, row)) - row);
-        if (upipe_linear_begins(a, row)) memset(s, 0, size * 4);
+        const int l = (int)((end = upi_linear_chunk_end(a, row)) - row);
+        if (upi_linear_begins(a, row)) memset(s, 0, size * 4);
         upi_linear_squares(w, row, l, head, upi_linear_first(w, l), 2 * l);
         upi_linear_values(w, row, l, head, s, 2 * l);
         upi_linear_product(w, upi_linear_value(w, w->r, 0, l), upi_linear_square(w, w->mp, l, 2 * l, l),
@@ -734,7 +735,7 @@ UPIPE_API void upi_linear_bwd_chunk(upi_linear_worker *w, const upipe_linear_gra
 /* The first row of chunk number `chunk`. */
 UPI_INLINE int64_t upi_linear_row(const upipe_linear *a, int64_t chunk, int64_t from, int64_t row)
 {
-    for (; from < chunk; ++from) row = upipe_linear_chunk_end(a, row);
+    for (; from < chunk; ++from) row = upi_linear_chunk_end(a, row);
     return row;
 }
 
@@ -753,8 +754,8 @@ UPIPE_API void upi_linear_bwd_item(void *arg, int64_t i, int32_t worker)
         float *s = w->state;
         memcpy(s, a->state + (size_t)(first + j) * size, size * 4);
         for (chunk = row = 0; chunk < job->chunks; ++chunk, row += l) {
-            l = (int)(upipe_linear_chunk_end(a, row) - row);
-            if (upipe_linear_begins(a, row)) memset(s, 0, size * 4);
+            l = (int)(upi_linear_chunk_end(a, row) - row);
+            if (upi_linear_begins(a, row)) memset(s, 0, size * 4);
             if (chunk % job->run == 0)
                 memcpy(w->states + (size_t)(j * runs + chunk / job->run) * size, s, size * 4);
             if (chunk == (runs - 1) * job->run) break;
@@ -771,25 +772,25 @@ UPIPE_API void upi_linear_bwd_item(void *arg, int64_t i, int32_t worker)
             float *s = w->state + (size_t)(j * job->run) * size;
             memcpy(s, w->states + (size_t)(j * runs + run) * size, size * 4);
             for (chunk = begin, row = start; chunk < last; ++chunk, row += l, s += size) {
-                l = (int)(upipe_linear_chunk_end(a, row) - row);
+                l = (int)(upi_linear_chunk_end(a, row) - row);
                 upi_linear_keep(w, a, 1, w->kept + (size_t)(j * job->run + chunk - begin) * w->kept_bytes);
                 upi_linear_squares(w, row, l, first + j, upi_linear_first(w, l), l);
                 upi_linear_values(w, row, l, first + j, s, l);
                 if (chunk + 1 == last) break;
                 upi_linear_advance(w, l, s, s + size);
-                if (upipe_linear_begins(a, row + l)) memset(s + size, 0, size * 4);
+                if (upi_linear_begins(a, row + l)) memset(s + size, 0, size * 4);
             }
         }
         for (chunk = last - 1; chunk >= begin; --chunk) {
             row = upi_linear_row(a, chunk, begin, start);
-            l = (int)(upipe_linear_chunk_end(a, row) - row);
+            l = (int)(upi_linear_chunk_end(a, row) - row);
             memset(w->dkq, 0, (size_t)(2 * l * a->q.d) * 4);
             for (j = 0; j < group; ++j) {
                 const size_t number = (size_t)(j * job->run + chunk - begin);
                 float *ds = job->g->dstate + (size_t)(first + j) * size;
                 upi_linear_keep(w, a, 1, w->kept + number * w->kept_bytes);
                 upi_linear_bwd_chunk(w, job->g, row, l, first + j, w->state + number * size, ds);
-                if (upipe_linear_begins(a, row)) memset(ds, 0, size * 4);
+                if (upi_linear_begins(a, row)) memset(ds, 0, size * 4);
             }
             for (j = 0; j < l; ++j) w->both[j] = 1, w->both[l + j] = a->scale;
             upi_linear_store(job->g->dk, row, l, (int)i, w->dkq, w->both, NULL);

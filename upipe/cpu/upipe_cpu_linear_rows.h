@@ -1,4 +1,4 @@
-/* upipe_cpu_linear_rows.h -- linear attention's convolution and gates on the CPU    backend cpu, includes cpu_train, linear_rows
+/* upipe_cpu_linear_rows.h -- linear attention's convolution and gates on the CPU
  *
  *     upi_cpu_linear_conv(&ctx, &a)       y = silu of a causal convolution of few taps, every channel by itself
  *     upi_cpu_linear_gates(&ctx, &g)      decays and strengths of all tokens
@@ -12,7 +12,7 @@
 #include <math.h>
 
 #include "upipe_cpu_train.h"
-#include "../upipe_linear_rows.h"
+#include "../upipe_linear.h"
 
 enum { UPI_CONV_CHANNELS = 64, UPI_CONV_ROWS = UPIPE_LINEAR_TAPS_MAX }; /* of a block; in its ring of rows */
 
@@ -32,14 +32,14 @@ typedef struct upi_conv_block {
 /* Rows before row t that its document has, at most taps - 1. */
 UPI_INLINE int upi_conv_reach(const upipe_linear_conv *a, int64_t t)
 {
-    const int64_t border = upipe_border_before(&a->borders, a->pos + t), most = a->taps - 1;
+    const int64_t border = upi_border_before(&a->borders, a->pos + t), most = a->taps - 1;
     return (int)(border == INT64_MIN || a->pos + t - border > most ? most : a->pos + t - border);
 }
 
 /* Rows behind row t that its document has. */
 UPI_INLINE int upi_conv_ahead(const upipe_linear_conv *a, int64_t t)
 {
-    const int64_t border = upipe_border_behind(&a->borders, a->pos + t), most = a->taps - 1;
+    const int64_t border = upi_border_behind(&a->borders, a->pos + t), most = a->taps - 1;
     return (int)(border > a->pos + t + most ? most : border - 1 - (a->pos + t));
 }
 

@@ -1,4 +1,4 @@
-/* upipe_cpu_par.h -- sharing a kernel's work among the host's threads    backend cpu, includes cpu_simd, ops
+/* upipe_cpu_par.h -- sharing a kernel's work among the host's threads
  *
  *     static void item(void *arg, int64_t i, int32_t worker) { ... }
  *

@@ -1,4 +1,4 @@
-/* upipe_cpu_rows.h -- copies, casts, and all that works row by row      backend cpu, includes cpu_walk, check
+/* upipe_cpu_rows.h -- copies, casts, and all that works row by row
  *
  * Fills the table's copy, zero, cast, rope, rmsnorm, rmsnorm_bwd, rowdot and sum. Links with the math
  * library.
@@ -21,7 +21,7 @@
 #include <math.h>
 
 #include "upipe_cpu_walk.h"
-#include "../upipe_check.h"
+#include "../upipe_ops.h"
 
 enum {
     UPI_ROPE_ANCHOR = 64, /* positions between angles that come from sin and cos */
@@ -619,14 +619,14 @@ UPIPE_API void upi_bytes_share(const upipe_ops *ops, void *dst, const void *src,
 
 UPIPE_API upipe_status upi_cpu_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    UPIPE_TRY(upipe_check_copy(c, dst, src, bytes));
+    UPIPE_TRY(upi_check_copy(c, dst, src, bytes));
     if (bytes > 0) upi_bytes_share(c->ops, dst, src, bytes);
     return UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cpu_zero(upipe_ctx *c, void *dst, size_t bytes)
 {
-    UPIPE_TRY(upipe_check_zero(c, dst, bytes));
+    UPIPE_TRY(upi_check_zero(c, dst, bytes));
     if (bytes > 0) upi_bytes_share(c->ops, dst, NULL, bytes);
     return UPIPE_OK;
 }
@@ -635,7 +635,7 @@ UPIPE_API upipe_status upi_cpu_cast(upipe_ctx *c, upipe_view dst, upipe_view src
 {
     upipe_view v[2];
     upi_flat f;
-    UPIPE_TRY(upipe_check_cast(c, dst, src));
+    UPIPE_TRY(upi_check_cast(c, dst, src));
     if (dst.n == 0) return UPIPE_OK;
     v[0] = dst;
     v[1] = src;
@@ -648,7 +648,7 @@ UPIPE_API upipe_status upi_cpu_rope(upipe_ctx *c, const upipe_rope *r)
 {
     upi_rope_angles start;
     upi_rope_call call;
-    UPIPE_TRY(upipe_check_rope(c, r));
+    UPIPE_TRY(upi_check_rope(c, r));
     if (r->count == 0 || r->x.n == 0) return UPIPE_OK;
     upi_rope_begin(&start, r);
     call.r = r;
@@ -662,7 +662,7 @@ UPIPE_API upipe_status upi_cpu_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x,
                                        float eps)
 {
     upi_norm_call call;
-    UPIPE_TRY(upipe_check_rmsnorm(c, y, x, weight, eps));
+    UPIPE_TRY(upi_check_rmsnorm(c, y, x, weight, eps));
     memset(&call, 0, sizeof call);
     call.y = y;
     call.x = x;
@@ -688,7 +688,7 @@ UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_vi
 {
     const int32_t most = dweight != NULL ? (int)UPI_NORM_ROWS / (int)UPIPE_SUM_ROWS : UPI_NORM_ROWS;
     int32_t head, heads;
-    UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
+    UPIPE_TRY(upi_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
     for (head = 0; head < x.h; head += heads) {
         int64_t gates[UPI_NORM_STRIPS] = {0}, bytes, tokens;
         upi_norm_call call;
@@ -716,7 +716,7 @@ UPIPE_API upipe_status upi_cpu_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_vi
 UPIPE_API upipe_status upi_cpu_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     upi_rowdot_call call;
-    UPIPE_TRY(upipe_check_rowdot(c, out, a, b));
+    UPIPE_TRY(upi_check_rowdot(c, out, a, b));
     call.out = out;
     call.a = a;
     call.b = b;
@@ -729,7 +729,7 @@ UPIPE_API upipe_status upi_cpu_sum(upipe_ctx *c, upipe_view dst, const float *sr
                                    int accumulate)
 {
     upi_flat f;
-    UPIPE_TRY(upipe_check_sum(c, dst, src, count, accumulate));
+    UPIPE_TRY(upi_check_sum(c, dst, src, count, accumulate));
     if (dst.n == 0) return UPIPE_OK;
     f = upi_flat_make(&dst, 1);
     f.src = src;

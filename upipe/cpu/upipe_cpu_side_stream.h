@@ -16,7 +16,7 @@
 
 #include <pthread.h>
 
-#include "../upipe_side_stream.h"
+#include "../upipe_ops.h"
 
 enum { UPI_CPU_SIDE_STREAM_TASKS = 8 }; /* posted and not begun; a pipeline has four */
 

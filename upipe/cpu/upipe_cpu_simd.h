@@ -1,4 +1,4 @@
-/* upipe_cpu_simd.h -- f32 lanes: the vocabulary of the CPU kernels        backend cpu, includes base
+/* upipe_cpu_simd.h -- f32 lanes: the vocabulary of the CPU kernels
  *
  * upi_f8 is eight lanes, for what runs at the memory's speed; upi_fw is UPI_WIDE lanes, the widest vectors
  * there are, for what runs at the arithmetic's. The instructions are chosen when the host compiles, by what

@@ -1,4 +1,4 @@
-/* upipe_cpu_train.h -- what a model needs around its attention        backend cpu, includes cpu_rows
+/* upipe_cpu_train.h -- what a model needs around its attention
  *
  * Fills the table's add, scale, gate, gate_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw. Links with
  * the math library.
@@ -592,7 +592,7 @@ UPIPE_API upipe_status upi_cpu_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     upipe_view v[2];
     upi_flat f;
-    UPIPE_TRY(upipe_check_add(c, y, x));
+    UPIPE_TRY(upi_check_add(c, y, x));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
@@ -605,7 +605,7 @@ UPIPE_API upipe_status upi_cpu_scale(upipe_ctx *c, upipe_view y, upipe_view x, f
 {
     upipe_view v[2];
     upi_scaling s;
-    UPIPE_TRY(upipe_check_scale(c, y, x, factor));
+    UPIPE_TRY(upi_check_scale(c, y, x, factor));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
@@ -620,7 +620,7 @@ UPIPE_API upipe_status upi_cpu_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_vi
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upipe_check_gate(c, kind, y, gate, up));
+    UPIPE_TRY(upi_check_gate(c, kind, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = gate;
@@ -636,7 +636,7 @@ UPIPE_API upipe_status upi_cpu_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upip
 {
     upipe_view v[3];
     upi_flat f;
-    UPIPE_TRY(upipe_check_gate_bwd(c, kind, gate, up, dy));
+    UPIPE_TRY(upi_check_gate_bwd(c, kind, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     v[0] = gate;
     v[1] = up;
@@ -650,7 +650,7 @@ UPIPE_API upipe_status upi_cpu_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upip
 UPIPE_API upipe_status upi_cpu_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
     int64_t i;
-    UPIPE_TRY(upipe_check_cross_entropy(c, x));
+    UPIPE_TRY(upi_check_cross_entropy(c, x));
     for (i = 0; i < x->logits.n; ++i)
         if (x->targets[i] >= x->logits.d)
             return upipe_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: target %d of row %lld, of %d columns",
@@ -675,7 +675,7 @@ UPIPE_API upipe_status upi_tokens_check(upipe_ctx *c, const char *call, const in
 UPIPE_API upipe_status upi_cpu_embed(upipe_ctx *c, upipe_view x, upipe_view table, const int32_t *tokens)
 {
     upi_embed_call call;
-    UPIPE_TRY(upipe_check_embed(c, "embed", x, table, tokens));
+    UPIPE_TRY(upi_check_embed(c, "embed", x, table, tokens));
     UPIPE_TRY(upi_tokens_check(c, "embed", tokens, x.n, table.n));
     call.x = x;
     call.table = table;
@@ -693,7 +693,7 @@ UPIPE_API upipe_status upi_cpu_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_
 {
     int64_t strips = 2 * upi_par_workers(c->ops);
     upi_embed_call call;
-    UPIPE_TRY(upipe_check_embed_bwd(c, dtable, dx, tokens));
+    UPIPE_TRY(upi_check_embed_bwd(c, dtable, dx, tokens));
     UPIPE_TRY(upi_tokens_check(c, "embed_bwd", tokens, dx.n, dtable.n));
     call.x = dx;
     call.table = dtable;
@@ -710,7 +710,7 @@ UPIPE_API upipe_status upi_cpu_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
 {
     int64_t strips = upi_par_workers(c->ops), width = (int64_t)dy.h * dy.d;
     upi_bias_call call;
-    UPIPE_TRY(upipe_check_bias_bwd(c, db, dy));
+    UPIPE_TRY(upi_check_bias_bwd(c, db, dy));
     call.db = db;
     call.dy = dy;
     call.columns = ((width + strips - 1) / strips + UPI_BIAS_STRIP - 1) / UPI_BIAS_STRIP * UPI_BIAS_STRIP;
@@ -724,7 +724,7 @@ UPIPE_API upipe_status upi_cpu_total(upipe_ctx *c, double *out, upipe_view x, in
     upi_total_call call;
     int64_t rows = x.n * x.h, all, i, count;
     double sum = 0;
-    UPIPE_TRY(upipe_check_total(c, out, x));
+    UPIPE_TRY(upi_check_total(c, out, x));
     call.x = x;
     call.squares = squares;
     call.pieces = ((int64_t)x.d + UPI_TOTAL_PIECE - 1) / UPI_TOTAL_PIECE;
@@ -742,7 +742,7 @@ UPIPE_API upipe_status upi_cpu_total(upipe_ctx *c, double *out, upipe_view x, in
 UPIPE_API upipe_status upi_cpu_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
     upi_adamw_call call;
-    UPIPE_TRY(upipe_check_adamw(c, a));
+    UPIPE_TRY(upi_check_adamw(c, a));
     call.a = a;
     call.m_keep = (float)a->beta1;
     call.m_part = (float)(1 - a->beta1);

@@ -1,4 +1,4 @@
-/* upipe_cpu_walk.h -- how kernels walk rows, and share them among threads      backend cpu, includes cpu_par
+/* upipe_cpu_walk.h -- how kernels walk rows, and share them among threads
  *
  *     UPI_WITH_TYPE(dtype, view.dtype, kernel(..., dtype))    the kernel compiled for each storage type
  *     UPI_ROW_STEPS(k, n, d, step)                            step for each vector of a row

@@ -1,4 +1,4 @@
-/* upipe_cuda.h -- the CUDA compute table        backend cuda, includes all of cuda; C++, compiled by nvcc
+/* upipe_cuda.h -- the CUDA compute table
  *
  * The kernels are in headers; one .cu unit of the host compiles them:
  *

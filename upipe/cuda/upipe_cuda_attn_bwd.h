@@ -1,4 +1,4 @@
-/* upipe_cuda_attn_bwd.h -- attention backward on tensor cores           backend cuda, includes cuda_attn_fwd
+/* upipe_cuda_attn_bwd.h -- attention backward on tensor cores
  *
  * Fills upi_cuda_attn_bwd of the table; upipe_cuda_bytes.h has its scratch. Contract: upipe_attn.h; types and alignment
  * as in upipe_cuda_attn_fwd.h, and rows of dk and dv (f32) begin at multiples of 16 bytes too.

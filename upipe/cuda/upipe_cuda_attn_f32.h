@@ -390,7 +390,7 @@ UPIPE_API upi_f32_masks upi_f32_masks_make(const upipe_attn *a, int backward)
     memset(&x, 0, sizeof x);
     if (masked) x.queries = (const upi_cuda_attn_run *)a->work;
     if (masked && backward) x.keys = (const upi_cuda_attn_run *)((const char *)a->work + queries);
-    x.ahead = upipe_attn_ahead(a);
+    x.ahead = upi_attn_ahead(a);
     x.slope = upipe_attn_scale(a);
     x.scale = a->mask.softcap > 0 ? a->mask.softcap : x.slope;
     x.squash = a->mask.softcap > 0 ? x.slope / a->mask.softcap : 0;

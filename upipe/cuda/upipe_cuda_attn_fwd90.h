@@ -565,7 +565,7 @@ template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_deal(upi_cuda_fwd90_args
     const int64_t fit = UPI_FWD90_CACHE / ((int64_t)(a->d + a->v_dim) * 2) / a->keys * a->group;
     int items, grid;
     g->blocks = (int)((a->queries + rows - 1) / rows);
-    g->section = (int)upipe_clamp(fit, a->group, a->heads);
+    g->section = (int)upi_clamp(fit, a->group, a->heads);
     items = g->blocks * a->heads;
     grid = items < processors ? items : processors;
     g->rounds = (g->blocks * g->section + grid - 1) / grid;

@@ -1,4 +1,4 @@
-/* upipe_cuda_attn_mask.h -- windows, packed sequences and sinks    backend cuda, includes cuda_kernel, attn
+/* upipe_cuda_attn_mask.h -- windows, packed sequences and sinks
  *
  * What a query sees is one run of keys, and what sees a key is one run of queries; both ends of either ascend
  * with the row. Under a causal mask alone a kernel has them from a sum. Under a window or packed sequences,
@@ -173,10 +173,9 @@ UPIPE_API upipe_status upi_cuda_attn_runs_make(upipe_ctx *c, upi_cuda_attn_side 
     do {
         const int64_t left = cu_seqlens_n - at, most = UPI_CUDA_ATTN_BORDERS - 1;
         const int64_t count = left < most ? left : most; /* packed sequences of this launch */
-        s->from = at == 0 ? 0 : upipe_clamp(-upipe_floor_div(s->pos - cu_seqlens[at], s->step), 0, rows);
-        s->to = left <= most
-                    ? rows
-                    : upipe_clamp(-upipe_floor_div(s->pos - cu_seqlens[at + count], s->step), 0, rows);
+        s->from = at == 0 ? 0 : upi_clamp(-upi_floor_div(s->pos - cu_seqlens[at], s->step), 0, rows);
+        s->to = left <= most ? rows
+                             : upi_clamp(-upi_floor_div(s->pos - cu_seqlens[at + count], s->step), 0, rows);
         s->borders = cu_seqlens != NULL ? (int)count + 1 : 0;
         if (cu_seqlens != NULL) memcpy(s->border, cu_seqlens + at, (size_t)s->borders * sizeof *cu_seqlens);
         if (s->from < s->to)
@@ -198,8 +197,8 @@ UPIPE_API upi_cuda_attn_side upi_cuda_attn_side_make(const upipe_attn *a, upi_cu
     s.runs = runs;
     s.others = a->k.n;
     s.step = a->pos_step > 0 ? a->pos_step : 1;
-    s.before = a->mask.window > 0 ? upipe_floor_div(a->mask.window - 1 - (a->q_pos - a->k_pos), s.step) : far;
-    s.after = a->mask.causal ? upipe_attn_ahead(a) : far;
+    s.before = a->mask.window > 0 ? upi_floor_div(a->mask.window - 1 - (a->q_pos - a->k_pos), s.step) : far;
+    s.after = a->mask.causal ? upi_attn_ahead(a) : far;
     s.pos = a->q_pos;
     s.other_pos = a->k_pos;
     return s;
@@ -231,7 +230,7 @@ UPIPE_API upipe_status upi_cuda_attn_sink_bwd(upipe_ctx *c, const upipe_attn_gra
     if (g->dsinks == NULL) return UPIPE_OK;
     return UPI_LAUNCH(c, (upi_cuda_attn_sink_kernel<UPI_CUDA_ATTN_SINK_THREADS>), (unsigned)g->a.q.h,
                       UPI_CUDA_ATTN_SINK_THREADS, UPI_CUDA_ATTN_SINK_THREADS * sizeof(double), g->dsinks,
-                      g->a.mask.sinks, g->a.lse, g->delta, upipe_attn_inside(&g->a, g->a.q_pos, g->a.q.n));
+                      g->a.mask.sinks, g->a.lse, g->delta, upi_attn_inside(&g->a, g->a.q_pos, g->a.q.n));
 }
 
 /* ---- padding: rows outside of all packed sequences, which kernels would multiply with weights of 0 ---- */
@@ -260,7 +259,7 @@ UPIPE_API upipe_view upi_cuda_attn_rows(upipe_view v, upipe_attn_rows rows)
 /* The call without its keys that are padding. */
 UPIPE_API upipe_attn upi_cuda_attn_keys_inside(const upipe_attn *a)
 {
-    const upipe_attn_rows inside = upipe_attn_inside(a, a->k_pos, a->k.n);
+    const upipe_attn_rows inside = upi_attn_inside(a, a->k_pos, a->k.n);
     upipe_attn x = *a;
     x.k = upi_cuda_attn_rows(a->k, inside);
     x.v = upi_cuda_attn_rows(a->v, inside);
@@ -272,8 +271,8 @@ UPIPE_API upipe_attn upi_cuda_attn_keys_inside(const upipe_attn *a)
 UPIPE_API upipe_attn_grad upi_cuda_attn_grad_inside(const upipe_attn_grad *g)
 {
     const upipe_attn *a = &g->a;
-    const upipe_attn_rows keys = upipe_attn_inside(a, a->k_pos, a->k.n);
-    const upipe_attn_rows queries = upipe_attn_inside(a, a->q_pos, a->q.n);
+    const upipe_attn_rows keys = upi_attn_inside(a, a->k_pos, a->k.n);
+    const upipe_attn_rows queries = upi_attn_inside(a, a->q_pos, a->q.n);
     upipe_attn_grad x = *g;
     x.a = upi_cuda_attn_keys_inside(a);
     x.a.q = upi_cuda_attn_rows(a->q, queries);
@@ -290,7 +289,7 @@ UPIPE_API upipe_attn_grad upi_cuda_attn_grad_inside(const upipe_attn_grad *g)
 /* Zeros for the gradients of queries that are padding. */
 UPIPE_API upipe_status upi_cuda_attn_padding_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    const upipe_attn_rows inside = upipe_attn_inside(&g->a, g->a.q_pos, g->a.q.n);
+    const upipe_attn_rows inside = upi_attn_inside(&g->a, g->a.q_pos, g->a.q.n);
     const int64_t rows = g->a.q.n - (inside.end - inside.first);
     if (rows == 0 || g->a.merge) return UPIPE_OK;
     return UPI_LAUNCH(c, (upi_cuda_attn_padding_kernel<UPI_CUDA_ATTN_RUN_ROWS>), (unsigned)rows,

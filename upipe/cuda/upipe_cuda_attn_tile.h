@@ -234,7 +234,7 @@ UPIPE_API upi_cuda_attn_args upi_cuda_attn_args_make(const upipe_attn *a)
     x.lse_stride = a->lse.n_stride, x.lse_head = a->lse.h_stride;
     x.queries = a->q.n;
     x.keys = a->k.n;
-    x.ahead = upipe_attn_ahead(a);
+    x.ahead = upi_attn_ahead(a);
     x.heads = a->q.h;
     x.group = a->q.h / a->k.h;
     x.d = a->q.d;

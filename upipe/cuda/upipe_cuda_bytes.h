@@ -1,4 +1,4 @@
-/* upipe_cuda_bytes.h -- the scratch that the CUDA table asks for        backend cuda, includes attn; C and C++
+/* upipe_cuda_bytes.h -- the scratch that the CUDA table asks for
  *
  * Needs neither CUDA's headers nor a device: a program built without them plans for a GPU.
  *

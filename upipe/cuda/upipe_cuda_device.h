@@ -1,4 +1,4 @@
-/* upipe_cuda_device.h -- one rank's device: errors, slabs, the copy stream       backend cuda, C and C++
+/* upipe_cuda_device.h -- one rank's device: errors, slabs, the copy stream
  *
  *     upipe_cuda d;                                    one a rank, on the current device
  *     upipe_cuda_init(&d, blas, &err);                 blas: the host's own handle, for this rank alone
@@ -75,7 +75,7 @@ UPIPE_API upipe_status upi_cuda_host_waits(upipe_ctx *c, const char *what)
 {
     enum cudaStreamCaptureStatus state;
     UPIPE_CUDA_TRY(&c->err, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
-    if (state == cudaStreamCaptureStatusNone) return upipe_comm_settle(c);
+    if (state == cudaStreamCaptureStatusNone) return upi_comm_settle(c);
     return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                       "%s waits for the stream, which is captured into a graph and runs nothing yet", what);
 }

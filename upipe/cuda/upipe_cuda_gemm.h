@@ -1,4 +1,4 @@
-/* upipe_cuda_gemm.h -- matrix products by cuBLAS        backend cuda, includes cuda_device, check; C and C++
+/* upipe_cuda_gemm.h -- matrix products by cuBLAS
  *
  * Fills the table's gemm; upipe_cuda_bytes.h has gemm_bytes. Operands f32 and out f32, or operands bf16 and out bf16 or
  * f32; sums are f32 throughout, without TF32. Other mixes of types are refused. Strides between rows are at least their
@@ -16,7 +16,7 @@
 #ifndef UPIPE_CUDA_GEMM_H
 #define UPIPE_CUDA_GEMM_H
 
-#include "../upipe_check.h"
+#include "../upipe_ops.h"
 #include "upipe_cuda_bytes.h"
 #include "upipe_cuda_device.h"
 
@@ -72,8 +72,8 @@ UPIPE_API upipe_status upi_cuda_gemm(upipe_ctx *c, upipe_view out, upipe_view a,
     cudaStream_t set;
     (void)work;
     (void)work_bytes;
-    UPIPE_TRY(upipe_check_gemm(c, out, a, b, flags));
-    if (!upipe_gemm_join(out, &a, &b, flags))
+    UPIPE_TRY(upi_check_gemm(c, out, a, b, flags));
+    if (!upi_gemm_join(out, &a, &b, flags))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "gemm: %d products to add up, whose operands do not lie as one matrix", b.h);
     UPIPE_TRY(upi_cublas_accepts(c, out, a, b));

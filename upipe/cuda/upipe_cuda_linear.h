@@ -1,4 +1,4 @@
-/* upipe_cuda_linear.h -- the rules of linear attention on CUDA    backend cuda, includes cuda_linear_rows, cuda_linear_bytes
+/* upipe_cuda_linear.h -- the rules of linear attention on CUDA
  *
  *     #include "upipe/cuda/upipe_cuda_linear.h"              in the .cu unit, beside upipe_cuda.h
  *     UPIPE_EXPORT_LINEAR(app_linear, upipe_cuda_linear)     void app_linear(upipe_linear_ops *rules);
@@ -691,7 +691,7 @@ void upi_cuda_linear_keys(const upipe_linear_grad g, const upi_cuda_linear_parts
 /* The row with which row i's chunk begins. */
 UPIPE_API int64_t upi_cuda_linear_chunk_begin(const upipe_linear *a, int64_t i)
 {
-    const int64_t pos = a->pos + i, border = upipe_border_before(&a->borders, pos);
+    const int64_t pos = a->pos + i, border = upi_border_before(&a->borders, pos);
     const int64_t first = pos / a->chunk * a->chunk > border ? pos / a->chunk * a->chunk : border;
     return first > a->pos ? first - a->pos : 0;
 }
@@ -701,8 +701,8 @@ UPIPE_API int64_t upi_cuda_linear_run_fill(upi_cuda_linear_run *run, const upipe
                                            int chunks)
 {
     memset(run, 0, sizeof *run);
-    for (run->first = row; run->chunks < chunks && row < a->q.n; row = upipe_linear_chunk_end(a, row))
-        run->at[run->chunks++] = (uint16_t)((row - run->first) * 2 + upipe_linear_begins(a, row));
+    for (run->first = row; run->chunks < chunks && row < a->q.n; row = upi_linear_chunk_end(a, row))
+        run->at[run->chunks++] = (uint16_t)((row - run->first) * 2 + upi_linear_begins(a, row));
     run->at[run->chunks] = (uint16_t)((row - run->first) * 2);
     return row;
 }

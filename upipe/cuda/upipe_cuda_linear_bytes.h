@@ -1,4 +1,4 @@
-/* upipe_cuda_linear_bytes.h -- the scratch of linear attention on CUDA        backend cuda, includes linear; C and C++
+/* upipe_cuda_linear_bytes.h -- the scratch of linear attention on CUDA
  *
  * Needs neither CUDA's headers nor a device: a program built without them plans for a GPU.
  *
@@ -44,7 +44,7 @@ UPIPE_API void *upi_cuda_linear_place(void *base, size_t *at, int needed, size_t
 
 /* Lays out the scratch of a call; returns its bytes. */
 UPIPE_API size_t upi_cuda_linear_layout(upi_cuda_linear_parts *w, const upipe_linear *a,
-                                        upipe_linear_pass pass)
+                                        upipe_linear_direction pass)
 {
     const int delta = a->beta.data != NULL, back = pass == UPIPE_LINEAR_BWD, both = delta && back;
     const int least = (UPI_CUDA_LINEAR_BLOCKS - 1) / a->v.h + 1;
@@ -52,7 +52,7 @@ UPIPE_API size_t upi_cuda_linear_layout(upi_cuda_linear_parts *w, const upipe_li
     size_t at = 0, items, rows, squares, values, states, begins;
     int64_t i;
     memset(w, 0, sizeof *w);
-    for (i = 0; i < a->q.n; i = upipe_linear_chunk_end(a, i)) ++w->chunks;
+    for (i = 0; i < a->q.n; i = upi_linear_chunk_end(a, i)) ++w->chunks;
     w->run = least;
     while (back && w->run < UPI_CUDA_LINEAR_RUN_MAX && (int64_t)w->run * w->run * 4 < w->chunks) ++w->run;
     if (w->run > w->chunks) w->run = (int)w->chunks;
@@ -87,7 +87,8 @@ UPIPE_API size_t upi_cuda_linear_layout(upi_cuda_linear_parts *w, const upipe_li
     return at;
 }
 
-UPIPE_API size_t upi_cuda_linear_bytes(const upipe_ops *ops, const upipe_linear *a, upipe_linear_pass pass)
+UPIPE_API size_t upi_cuda_linear_bytes(const upipe_ops *ops, const upipe_linear *a,
+                                       upipe_linear_direction pass)
 {
     upipe_linear call = *a;
     upi_cuda_linear_parts w;

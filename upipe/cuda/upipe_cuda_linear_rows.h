@@ -1,4 +1,4 @@
-/* upipe_cuda_linear_rows.h -- linear attention's convolution and gates on CUDA    backend cuda, includes cuda_train, linear_rows
+/* upipe_cuda_linear_rows.h -- linear attention's convolution and gates on CUDA
  *
  *     upi_cuda_linear_conv(&ctx, &a)       y = silu of a causal convolution of few taps, every channel by itself
  *     upi_cuda_linear_gates(&ctx, &g)      decays and strengths of all tokens
@@ -14,7 +14,7 @@
 #ifndef UPIPE_CUDA_LINEAR_ROWS_H
 #define UPIPE_CUDA_LINEAR_ROWS_H
 
-#include "../upipe_linear_rows.h"
+#include "../upipe_linear.h"
 #include "upipe_cuda_train.h"
 
 enum {
@@ -433,7 +433,7 @@ UPIPE_API void upi_cuda_conv_rows_of(upi_cuda_conv_job *g, const upipe_linear_co
     g->first = tile * UPI_CUDA_CONV_ROWS;
     g->tiles = (int)(tiles - tile < most ? tiles - tile : most);
     memset(g->begins, 0, sizeof g->begins);
-    while ((at = upipe_border_behind(&a->borders, at)) < low + UPI_CUDA_CONV_BITS)
+    while ((at = upi_border_behind(&a->borders, at)) < low + UPI_CUDA_CONV_BITS)
         g->begins[(at - low) / 32] |= (uint32_t)1 << (at - low) % 32;
 }
 

@@ -1,4 +1,4 @@
-/* upipe_cuda_norm.h -- RMS norm, and sums down the columns                 backend cuda, includes cuda_rows
+/* upipe_cuda_norm.h -- RMS norm, and sums down the columns
  *
  * Fills the table's rmsnorm and rmsnorm_bwd.
  *
@@ -61,7 +61,7 @@ UPIPE_API upipe_status upi_cuda_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upipe_check_rmsnorm(c, y, x, weight, eps));
+    UPIPE_TRY(upi_check_rmsnorm(c, y, x, weight, eps));
     if (x.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
@@ -204,7 +204,7 @@ UPIPE_API upipe_status upi_cuda_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_v
 {
     float *parts = dweight != NULL ? (float *)upi_cuda_self(c)->scratch : NULL;
     int64_t columns = (int64_t)dy.h * dy.d, token, most = dy.n;
-    UPIPE_TRY(upipe_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
+    UPIPE_TRY(upi_check_rmsnorm_bwd(c, dx, dy, x, weight, eps, accumulate));
     if (dy.n == 0) return UPIPE_OK;
     if (dweight != NULL) most = upi_column_tokens(columns, UPI_WEIGHT_ROWS);
     if (most == 0)

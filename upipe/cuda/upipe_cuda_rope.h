@@ -1,4 +1,4 @@
-/* upipe_cuda_rope.h -- rotary position embedding        backend cuda, includes cuda_rows
+/* upipe_cuda_rope.h -- rotary position embedding
  *
  * Fills the table's rope.
  *
@@ -132,7 +132,7 @@ UPIPE_API upipe_status upi_cuda_rope(upipe_ctx *c, const upipe_rope *r)
     upi_span s;
     double factor;
     int p, turned, pairs;
-    UPIPE_TRY(upipe_check_rope(c, r));
+    UPIPE_TRY(upi_check_rope(c, r));
     turned = r->dims > 0 ? r->dims : r->x.d;
     pairs = turned / 2;
     factor = r->factor > 0 ? r->factor : 1;

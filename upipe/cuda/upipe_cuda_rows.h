@@ -17,7 +17,7 @@
 
 #include <math.h>
 
-#include "../upipe_check.h"
+#include "../upipe_ops.h"
 #include "upipe_cuda_kernel.h"
 
 enum {
@@ -323,19 +323,19 @@ UPIPE_API upipe_status upi_cuda_pageable(upipe_ctx *c, const void *p, int *pagea
 UPIPE_API upipe_status upi_cuda_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
     int to, from;
-    UPIPE_TRY(upipe_check_copy(c, dst, src, bytes));
+    UPIPE_TRY(upi_check_copy(c, dst, src, bytes));
     if (bytes == 0) return UPIPE_OK;
     UPIPE_TRY(upi_cuda_pageable(c, dst, &to));
     UPIPE_TRY(upi_cuda_pageable(c, src, &from));
     if (to || from) UPIPE_TRY(upi_cuda_host_waits(c, "a copy of ordinary host memory"));
     UPIPE_CUDA_TRY(&c->err, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream));
     if (to || from) UPIPE_TRY(upi_cuda_sync(c));
-    return to ? upipe_comm_results(c) : UPIPE_OK;
+    return to ? upi_comm_results(c) : UPIPE_OK;
 }
 
 UPIPE_API upipe_status upi_cuda_zero(upipe_ctx *c, void *dst, size_t bytes)
 {
-    UPIPE_TRY(upipe_check_zero(c, dst, bytes));
+    UPIPE_TRY(upi_check_zero(c, dst, bytes));
     if (bytes == 0) return UPIPE_OK;
     UPIPE_CUDA_TRY(&c->err, cudaMemsetAsync(dst, 0, bytes, (cudaStream_t)c->stream));
     return UPIPE_OK;
@@ -363,7 +363,7 @@ UPIPE_API upipe_status upi_cuda_cast(upipe_ctx *c, upipe_view dst, upipe_view sr
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upipe_check_cast(c, dst, src));
+    UPIPE_TRY(upi_check_cast(c, dst, src));
     if (dst.n == 0) return UPIPE_OK;
     v[0] = dst;
     v[1] = src;
@@ -389,7 +389,7 @@ UPIPE_API upipe_status upi_cuda_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upipe_check_add(c, y, x));
+    UPIPE_TRY(upi_check_add(c, y, x));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
@@ -416,7 +416,7 @@ UPIPE_API upipe_status upi_cuda_scale(upipe_ctx *c, upipe_view y, upipe_view x, 
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upipe_check_scale(c, y, x, factor));
+    UPIPE_TRY(upi_check_scale(c, y, x, factor));
     if (y.n == 0) return UPIPE_OK;
     v[0] = y;
     v[1] = x;
@@ -451,7 +451,7 @@ UPIPE_API upipe_status upi_cuda_sum(upipe_ctx *c, upipe_view dst, const float *s
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upipe_check_sum(c, dst, src, count, accumulate));
+    UPIPE_TRY(upi_check_sum(c, dst, src, count, accumulate));
     if (dst.n == 0) return UPIPE_OK;
     v[0] = dst;
     v[1] = upipe_view_packed((void *)(uintptr_t)src, UPIPE_F32, dst.n, dst.h, dst.d);
@@ -532,7 +532,7 @@ UPIPE_API upipe_status upi_cuda_rowdot(upipe_ctx *c, upipe_view out, upipe_view 
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upipe_check_rowdot(c, out, a, b));
+    UPIPE_TRY(upi_check_rowdot(c, out, a, b));
     if (a.n == 0) return UPIPE_OK;
     v[0] = a;
     v[1] = b;

@@ -20,7 +20,7 @@
 #ifndef UPIPE_CUDA_SIDE_STREAM_H
 #define UPIPE_CUDA_SIDE_STREAM_H
 
-#include "../upipe_side_stream.h"
+#include "../upipe_ops.h"
 #include "upipe_cuda_device.h"
 
 enum { UPI_CUDA_SIDE_STREAM_TASKS = 8 }; /* posted and not run; a pipeline has four */

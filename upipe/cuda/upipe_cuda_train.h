@@ -1,4 +1,4 @@
-/* upipe_cuda_train.h -- what a model needs around its attention        backend cuda, includes cuda_norm
+/* upipe_cuda_train.h -- what a model needs around its attention
  *
  * Fills the table's gate, gate_bwd, cross_entropy, embed, embed_bwd, bias_bwd, total and adamw.
  *
@@ -108,7 +108,7 @@ UPIPE_API upipe_status upi_cuda_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_v
 {
     const upipe_view v[3] = {y, gate, up};
     upi_span s;
-    UPIPE_TRY(upipe_check_gate(c, kind, y, gate, up));
+    UPIPE_TRY(upi_check_gate(c, kind, y, gate, up));
     if (y.n == 0) return UPIPE_OK;
     s = upi_span_of(v, 3, 1);
     return UPI_LAUNCH_GATE(c, upi_types(v, 3), upi_gated_rows, kind, upi_span_grid(c, s), y, gate, up, s);
@@ -119,7 +119,7 @@ UPIPE_API upipe_status upi_cuda_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upi
 {
     const upipe_view v[3] = {dy, gate, up};
     upi_span s;
-    UPIPE_TRY(upipe_check_gate_bwd(c, kind, gate, up, dy));
+    UPIPE_TRY(upi_check_gate_bwd(c, kind, gate, up, dy));
     if (dy.n == 0) return UPIPE_OK;
     s = upi_span_of(v, 3, 1);
     return UPI_LAUNCH_GATE(c, upi_types(v, 3), upi_gated_bwd_rows, kind, upi_span_grid(c, s), gate, up, dy,
@@ -300,7 +300,7 @@ UPIPE_API upipe_status upi_cuda_cross_entropy(upipe_ctx *c, const upipe_cross_en
     int64_t d = x->logits.d, row, most;
     upi_entropy_job g;
     upipe_view v[2];
-    UPIPE_TRY(upipe_check_cross_entropy(c, x));
+    UPIPE_TRY(upi_check_cross_entropy(c, x));
     if (x->logits.n == 0) return UPIPE_OK;
     v[0] = x->logits;
     v[1] = x->grad.data != NULL ? x->grad : x->logits;
@@ -377,7 +377,7 @@ UPIPE_API upipe_status upi_cuda_embed(upipe_ctx *c, upipe_view x, upipe_view tab
 {
     upipe_view v[2];
     upi_span s;
-    UPIPE_TRY(upipe_check_embed(c, "embed", x, table, tokens));
+    UPIPE_TRY(upi_check_embed(c, "embed", x, table, tokens));
     if (x.n == 0) return UPIPE_OK;
     v[0] = x;
     v[1] = table;
@@ -443,7 +443,7 @@ UPIPE_API upipe_status upi_cuda_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe
 {
     unsigned grid = (unsigned)((dx.d + UPI_EMBED_WARP - 1) / UPI_EMBED_WARP) * UPI_EMBED_BLOCKS;
     int vec;
-    UPIPE_TRY(upipe_check_embed_bwd(c, dtable, dx, tokens));
+    UPIPE_TRY(upi_check_embed_bwd(c, dtable, dx, tokens));
     if (dx.n == 0) return UPIPE_OK;
     vec = upi_span_of_embed(dx, dtable).vec;
     return dx.dtype == UPIPE_F32
@@ -483,7 +483,7 @@ UPIPE_API upipe_status upi_cuda_bias_bwd(upipe_ctx *c, float *db, upipe_view dy)
     float *parts = (float *)upi_cuda_self(c)->scratch;
     int64_t columns = (int64_t)dy.h * dy.d, eights = dy.h * (((int64_t)dy.d + UPI_EIGHT - 1) / UPI_EIGHT);
     int64_t token, most;
-    UPIPE_TRY(upipe_check_bias_bwd(c, db, dy));
+    UPIPE_TRY(upi_check_bias_bwd(c, db, dy));
     if (dy.n == 0) return UPIPE_OK;
     most = upi_column_tokens(columns, UPIPE_SUM_ROWS);
     if (most == 0)
@@ -557,7 +557,7 @@ UPIPE_API upipe_status upi_cuda_total(upipe_ctx *c, double *out, upipe_view x, i
     double *sums = (double *)upi_cuda_self(c)->scratch;
     int64_t blocks;
     upi_span s;
-    UPIPE_TRY(upipe_check_total(c, out, x));
+    UPIPE_TRY(upi_check_total(c, out, x));
     if (x.n == 0) return c->ops->zero(c, out, sizeof *out);
     s = upi_span_of(&x, 1, 0); /* rows joined or not, the order would differ */
     blocks = (s.teams + (UPI_BLOCK >> s.shift) - 1) / (UPI_BLOCK >> s.shift);
@@ -629,7 +629,7 @@ UPIPE_API upipe_status upi_cuda_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
     upi_adamw_rates r;
     upi_span s;
-    UPIPE_TRY(upipe_check_adamw(c, a));
+    UPIPE_TRY(upi_check_adamw(c, a));
     if (a->n == 0) return UPIPE_OK;
     r.m_keep = (float)a->beta1;
     r.m_part = (float)(1 - a->beta1);

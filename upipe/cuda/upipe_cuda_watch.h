@@ -1,4 +1,4 @@
-/* upipe_cuda_watch.h -- a kernel that hangs ends, and says for what it waits    backend cuda, C and C++
+/* upipe_cuda_watch.h -- a kernel that hangs ends, and says for what it waits
  *
  *     upipe_cuda_host_slab(&device.watch, UPIPE_CUDA_WATCH, &err);      after upipe_cuda_init
  *     memset(device.watch, 0, UPIPE_CUDA_WATCH);

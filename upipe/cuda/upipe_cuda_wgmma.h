@@ -1,4 +1,4 @@
-/* upipe_cuda_wgmma.h -- products of warpgroups as sm_90a has them      backend cuda, part of cuda_hopper
+/* upipe_cuda_wgmma.h -- products of warpgroups as sm_90a has them
  *
  *     d [64][N] f32 (+)= a [64][16] * b [16][N], bf16
  *

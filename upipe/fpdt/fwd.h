@@ -1,18 +1,16 @@
-/* fwd.h -- load, attend, store of a stage of one segment, forward        part of upipe_fpdt.h */
+/* fwd.h -- load, attend, store of a stage of one segment, forward */
 #ifndef UPIPE_FPDT_FWD_H
 #define UPIPE_FPDT_FWD_H
 
-#include "stream.h"
-
 /* What a stage of one segment holds on the device. */
 typedef struct upi_fpdt_stage {
-    upipe_kv_pair kv;
+    upi_kv_pair kv;
     void *q, *sum, *lse; /* sum: O' in f32 */
 } upi_fpdt_stage;
 
 UPIPE_API upipe_status upi_fpdt_alloc_qkv(upipe_ctx *c, const upi_fpdt_pass *s, upi_fpdt_stage *st)
 {
-    upipe_phase_set(c, UPIPE_FWD_IN);
+    upi_phase_set(c, UPIPE_FWD_IN);
     UPIPE_TRY(upi_kv_alloc(c, &st->kv, s->z.b.k, s->z.b.v, UPIPE_USE_QKV));
     return upipe_alloc(c, &st->q, s->z.b.q, UPIPE_USE_QKV, "q");
 }
@@ -24,11 +22,11 @@ UPIPE_API upipe_status upi_fpdt_free_qkv(upipe_ctx *c, upi_fpdt_stage *st)
 }
 
 /* K' or V' of a new round: projected, through inp_all_to_all, offloaded. */
-UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const upipe_pass *f, upipe_proj which,
+UPIPE_API upipe_status upi_fpdt_load_kv(upipe_ctx *c, upi_fpdt_pass *s, const upi_pass *f, upi_proj which,
                                         int i, int stage, void *send, void *to)
 {
     const upi_segments *z = &s->z;
-    const int is_k = which == UPIPE_PROJ_K;
+    const int is_k = which == UPI_PROJ_K;
     const size_t block = is_k ? z->b.k : z->b.v;
     UPIPE_TRY(f->fill(c, f, which, stage, send));
     UPIPE_TRY(upipe_a2a_to_heads(c, to, send, f->plan, stage, UPIPE_A2A_KV, f->token_bytes[which]));
@@ -42,20 +40,20 @@ UPIPE_API upipe_status upi_fpdt_load(upipe_ctx *c, upi_fpdt_pass *s, const char 
                                      upi_fpdt_stage *st)
 {
     const upi_segments *z = &s->z;
-    upipe_pass f;
+    upi_pass f;
     void *send;
     upi_fpdt_segment_pass(s, i, &f);
     UPIPE_TRY(upi_fpdt_alloc_qkv(c, s, st));
     UPIPE_TRY(upi_fpdt_fetch_x(c, s, &f, x, i));
     UPIPE_TRY(upipe_alloc(c, &send, upipe_max_bytes(z->b.kv_send, z->b.send), UPIPE_USE_QKV, "send"));
     if (stage % z->steps == 0) {
-        UPIPE_TRY(upi_fpdt_load_kv(c, s, &f, UPIPE_PROJ_K, i, stage, send, st->kv.k));
-        UPIPE_TRY(upi_fpdt_load_kv(c, s, &f, UPIPE_PROJ_V, i, stage, send, st->kv.v));
+        UPIPE_TRY(upi_fpdt_load_kv(c, s, &f, UPI_PROJ_K, i, stage, send, st->kv.k));
+        UPIPE_TRY(upi_fpdt_load_kv(c, s, &f, UPI_PROJ_V, i, stage, send, st->kv.v));
     }
-    UPIPE_TRY(f.fill(c, &f, UPIPE_PROJ_Q, stage, send));
-    UPIPE_TRY(upipe_a2a_to_heads(c, st->q, send, f.plan, stage, UPIPE_A2A_Q, f.token_bytes[UPIPE_PROJ_Q]));
+    UPIPE_TRY(f.fill(c, &f, UPI_PROJ_Q, stage, send));
+    UPIPE_TRY(upipe_a2a_to_heads(c, st->q, send, f.plan, stage, UPIPE_A2A_Q, f.token_bytes[UPI_PROJ_Q]));
     UPIPE_TRY(upi_fpdt_copy(c, s, upi_fpdt_at(s->save->q, z->b.q, z->stages, i, stage), st->q,
-                            upi_fpdt_q_bytes(f.plan, stage, 1, f.token_bytes[UPIPE_PROJ_Q])));
+                            upi_fpdt_q_bytes(f.plan, stage, 1, f.token_bytes[UPI_PROJ_Q])));
     UPIPE_TRY(upipe_free(c, send));
     return upipe_free(c, f.x.data);
 }
@@ -77,7 +75,7 @@ UPIPE_API upipe_status upi_fpdt_attend(upipe_ctx *c, upi_fpdt_pass *s, int i, in
 {
     const upi_segments *z = &s->z;
     upi_stream v;
-    upipe_phase_set(c, UPIPE_FWD_ATTN);
+    upi_phase_set(c, UPIPE_FWD_ATTN);
     UPIPE_TRY(upipe_alloc(c, &st->sum, z->b.sum_o, UPIPE_USE_SCRATCH, "o_sum"));
     UPIPE_TRY(upipe_alloc(c, &st->lse, z->b.stat, UPIPE_USE_STAT, "lse"));
     UPIPE_TRY(upi_stream_begin(c, &v, s, i, stage, z->b.k + z->b.v, z->scratch.attn_fwd, "host_kv"));
@@ -101,7 +99,7 @@ UPIPE_API upipe_status upi_fpdt_store(upipe_ctx *c, upi_fpdt_pass *s, int i, int
     const int dim = p->desc.v_dim, sent = upipe_plan_heads_sent(p, UPIPE_A2A_Q, stage);
     const int64_t rows = (int64_t)upi_fpdt_q_bytes(p, stage, 1, 1);
     void *send, *slot;
-    upipe_phase_set(c, UPIPE_FWD_OUT);
+    upi_phase_set(c, UPIPE_FWD_OUT);
     UPIPE_TRY(upipe_alloc(c, &send, z->b.o, UPIPE_USE_SCRATCH, "o_send"));
     if (rows > 0)
         UPIPE_TRY(c->ops->cast(c, upipe_view_packed(send, p->desc.dtype, rows, 1, dim),

@@ -1,8 +1,6 @@
-/* offload.h -- one pass over segments: copies between host and device        part of upipe_fpdt.h */
+/* offload.h -- one pass over segments: copies between host and device */
 #ifndef UPIPE_FPDT_OFFLOAD_H
 #define UPIPE_FPDT_OFFLOAD_H
-
-#include "segments.h"
 
 /* What the backward offloads to the host: dO', delta and dQ' by heads, dK and dV by tokens. dkv: dK', dV' in
  * f32, between the stages of a round. */
@@ -17,14 +15,14 @@ typedef struct upi_fpdt_pass {
     /* backward: */
     const upipe_grads *grads;
     upi_fpdt_grads host;
-    float *dnorm; /* with QK norm: upipe_pass.dnorm */
-    upipe_status (*grad)(upipe_ctx *c, const upipe_pass *f, upipe_proj which, upipe_head_run h, void *g);
+    float *dnorm; /* with QK norm: upi_pass.dnorm */
+    upipe_status (*grad)(upipe_ctx *c, const upi_pass *f, upi_proj which, upi_head_run h, void *g);
 } upi_fpdt_pass;
 
 /* A pass over the stages of segment i; x is fetched by upi_fpdt_fetch_x. */
-UPIPE_API void upi_fpdt_segment_pass(const upi_fpdt_pass *s, int i, upipe_pass *f)
+UPIPE_API void upi_fpdt_segment_pass(const upi_fpdt_pass *s, int i, upi_pass *f)
 {
-    upipe_pass_init(NULL, f, &s->z.layer[upi_segment_long(s->z.f, i)], NULL);
+    upi_pass_init(NULL, f, &s->z.layer[upi_segment_long(s->z.f, i)], NULL);
     f->scratch = s->z.scratch;
     f->rows = upipe_fpdt_shard(s->z.f, i);
     f->fill = upi_project;
@@ -57,7 +55,7 @@ UPIPE_API size_t upi_fpdt_kv_bytes(const upipe_plan *p, int stage, int dim, size
 }
 
 /* x of segment i, from the host; free it with upipe_free(c, f->x.data). */
-UPIPE_API upipe_status upi_fpdt_fetch_x(upipe_ctx *c, upi_fpdt_pass *s, upipe_pass *f, const char *x, int i)
+UPIPE_API upipe_status upi_fpdt_fetch_x(upipe_ctx *c, upi_fpdt_pass *s, upi_pass *f, const char *x, int i)
 {
     const upipe_plan *p = f->plan;
     const size_t row = (size_t)(p->desc.batch * p->desc.model_dim) * upipe_dtype_bytes(p->desc.dtype);
@@ -69,7 +67,7 @@ UPIPE_API upipe_status upi_fpdt_fetch_x(upipe_ctx *c, upi_fpdt_pass *s, upipe_pa
 }
 
 /* Fetches K', V' of segment j for a stage. */
-UPIPE_API upipe_status upi_fpdt_fetch_kv(upipe_ctx *c, upi_fpdt_pass *s, int j, int stage, upipe_kv_pair to)
+UPIPE_API upipe_status upi_fpdt_fetch_kv(upipe_ctx *c, upi_fpdt_pass *s, int j, int stage, upi_kv_pair to)
 {
     const upi_segments *z = &s->z;
     const upipe_plan *p = upi_segment_plan(z, j);

@@ -1,8 +1,6 @@
-/* segments.h -- the table of segments, made once: plans, positions, sizes        part of upipe_fpdt.h */
+/* segments.h -- the table of segments, made once: plans, positions, sizes */
 #ifndef UPIPE_FPDT_SEGMENTS_H
 #define UPIPE_FPDT_SEGMENTS_H
-
-#include "../upipe_segments.h"
 
 /* All segments. Lengths differ by at most one token, so two plans serve all; buffers have the sizes of the
  * longer. */
@@ -11,7 +9,7 @@ typedef struct upi_segments {
     upipe_plan plan[2];   /* of tokens / segments tokens, and of one more */
     upipe_layer layer[2]; /* with these plans */
     upipe_buffers b;      /* bytes, of the larger plan */
-    upipe_scratch scratch;
+    upi_scratch scratch;
     size_t x, delta;  /* bytes of x, and of delta of a stage; b.delta: of all stages */
     size_t kv_tokens; /* bytes of all key/value heads by tokens, for one element of a head each */
     int stages, rounds, steps;
@@ -43,7 +41,7 @@ UPIPE_API int64_t upi_segment_rows_before(const upi_segments *z, int i)
 
 UPIPE_API upipe_status upi_segments_make(upi_segments *z, upipe_ctx *c, const upipe_fpdt *f)
 {
-    upipe_pass pass;
+    upi_pass pass;
     int k, stage;
     memset(z, 0, sizeof *z);
     z->f = f;
@@ -53,8 +51,8 @@ UPIPE_API upipe_status upi_segments_make(upi_segments *z, upipe_ctx *c, const up
         const upipe_plan *p = &z->plan[k];
         z->layer[k] = f->layer;
         z->layer[k].plan = p;
-        z->b = upipe_buffers_max(z->b, p->buffers);
-        upipe_pass_init(NULL, &pass, &z->layer[k], NULL);
+        z->b = upi_buffers_max(z->b, p->buffers);
+        upi_pass_init(NULL, &pass, &z->layer[k], NULL);
         pass.scratch = z->scratch;
         upi_scratch_add(c->ops, &pass, 1);
         z->scratch = pass.scratch;
@@ -87,7 +85,7 @@ UPIPE_API int upi_segment_sees(const upipe_fpdt *f, int i, int j)
     for (b = 0; b < batch; ++b) {
         a.q_pos = b * tokens + q0;
         a.k_pos = b * tokens + k0;
-        if (upipe_attn_sees(&a)) return 1;
+        if (upi_attn_sees(&a)) return 1;
     }
     return 0;
 }

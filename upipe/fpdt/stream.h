@@ -1,4 +1,4 @@
-/* stream.h -- the segments that are streamed for one that stays        part of upipe_fpdt.h
+/* stream.h -- the segments that are streamed for one that stays
  *
  * Segment `at` of a stage stays on the device. The segments that it attends with are streamed, itself first: in the
  * forward their keys and values, in the backward their queries. Two of them have buffers. The fetch of the next one
@@ -6,8 +6,6 @@
  */
 #ifndef UPIPE_FPDT_STREAM_H
 #define UPIPE_FPDT_STREAM_H
-
-#include "offload.h"
 
 typedef struct upi_stream {
     upi_fpdt_pass *s;
@@ -48,16 +46,16 @@ UPIPE_API upipe_status upi_stream_begin(upipe_ctx *c, upi_stream *v, upi_fpdt_pa
 /* The tokens of segment i: the whole team's. */
 UPIPE_API upipe_shard upi_segment_tokens(const upipe_fpdt *f, int i)
 {
-    return upipe_shard_range(upi_segment_first(f, i), upi_segment_first(f, i + 1) - upi_segment_first(f, i));
+    return upi_shard_range(upi_segment_first(f, i), upi_segment_first(f, i + 1) - upi_segment_first(f, i));
 }
 
 /* ---- forward: keys and values are streamed ---- */
 
 /* Where the keys and values of the n-th segment lie. */
-UPIPE_API upipe_kv_pair upi_stream_kv(const upi_stream *v, int n)
+UPIPE_API upi_kv_pair upi_stream_kv(const upi_stream *v, int n)
 {
     const upipe_buffers *b = &v->s->z.b;
-    upipe_kv_pair kv;
+    upi_kv_pair kv;
     kv.k = upipe_offset(v->bufs, (size_t)(n % 2) * (b->k + b->v));
     kv.v = upipe_offset(kv.k, b->k);
     return kv;
@@ -156,13 +154,13 @@ UPIPE_API upipe_status upi_stream_bwd_offload(upipe_ctx *c, void *stream, int n)
 UPIPE_API int upi_stream_alike(const upi_stream *v)
 {
     const upipe_fpdt *f = v->s->z.f;
-    return !upipe_mask_reads_positions(&f->layer.mask) && f->layer.mask.window == 0 &&
+    return !upi_mask_reads_positions(&f->layer.mask) && f->layer.mask.window == 0 &&
            f->desc.tokens % f->segments == 0;
 }
 
 /* In a dry pool the second segment counts for all behind it too. */
-UPIPE_API upipe_status upi_stream_rest(upipe_ctx *c, upi_stream *v, int64_t times, upipe_stage_call *fetch,
-                                       upipe_stage_call *attend, upipe_stage_call *offload)
+UPIPE_API upipe_status upi_stream_rest(upipe_ctx *c, upi_stream *v, int64_t times, upi_stage_call *fetch,
+                                       upi_stage_call *attend, upi_stage_call *offload)
 {
     c->mem->times *= times;
     UPIPE_TRY(fetch(c, v, 1));
@@ -174,14 +172,14 @@ UPIPE_API upipe_status upi_stream_rest(upipe_ctx *c, upi_stream *v, int64_t time
 
 /* n segments are streamed: `fetch` and `offload` (NULL: nothing is copied back) run on the side stream, or on
  * ctx->stream. */
-UPIPE_API upipe_status upi_stream_run(upipe_ctx *c, upi_stream *v, int n, upipe_stage_call *fetch,
-                                      upipe_stage_call *attend, upipe_stage_call *offload)
+UPIPE_API upipe_status upi_stream_run(upipe_ctx *c, upi_stream *v, int n, upi_stage_call *fetch,
+                                      upi_stage_call *attend, upi_stage_call *offload)
 {
     const int once = c->mem->dry > 0 && n > 2 && upi_stream_alike(v);
     upipe_side_stream none;
     upipe_side_stream_inline(&none, c->stream);
-    UPIPE_TRY(upipe_pipeline_run(c, v->s->z.f->desc.overlap && n > 1 ? c->side_stream : &none, once ? 1 : n,
-                                 fetch, attend, offload, v));
+    UPIPE_TRY(upi_pipeline_run(c, v->s->z.f->desc.overlap && n > 1 ? c->side_stream : &none, once ? 1 : n,
+                               fetch, attend, offload, v));
     return once ? upi_stream_rest(c, v, n - 1, fetch, attend, offload) : UPIPE_OK;
 }
 

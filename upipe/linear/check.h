@@ -1,15 +1,12 @@
-/* check.h -- what a layer of linear attention refuses        part of upipe_linear_layer.h */
+/* check.h -- what a layer of linear attention refuses */
 #ifndef UPIPE_LINEAR_CHECK_H
 #define UPIPE_LINEAR_CHECK_H
-
-#include "../upipe_agree.h"
-#include "types.h"
 
 UPIPE_API upipe_status upi_lin_check_shape(upipe_ctx *c, const upipe_linear_layer *l)
 {
     const int chunk = l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK;
     int64_t size, all;
-    UPIPE_TRY(upipe_borders_check(&c->err, &l->capacity));
+    UPIPE_TRY(upi_borders_check(&c->err, &l->capacity));
     if (l->heads < 1 || l->key_heads < 1 || l->heads % l->key_heads != 0 || l->stage_keys < 0 ||
         l->tile_rows < 0)
         return upipe_fail(
@@ -51,62 +48,62 @@ UPIPE_API upipe_status upi_lin_check_rows(upipe_ctx *c, const upipe_linear_layer
 {
     const upipe_plan *p = l->plan;
     if (v.data != NULL && v.n == p->local && v.h == 1 && v.d == p->desc.model_dim &&
-        upipe_enum_number(&v.dtype, sizeof v.dtype) == (int)p->desc.dtype)
+        upi_enum_number(&v.dtype, sizeof v.dtype) == (int)p->desc.dtype)
         return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG,
                       "linear layer: %s is %s%s [%lld][%d][%d], not %s [%lld][1][%lld]", name,
-                      v.data == NULL ? "NULL, " : "", upipe_dtype_name_of(&v.dtype), (long long)v.n, v.h, v.d,
+                      v.data == NULL ? "NULL, " : "", upi_dtype_name_of(&v.dtype), (long long)v.n, v.h, v.d,
                       upipe_dtype_name(p->desc.dtype), (long long)p->local, (long long)p->desc.model_dim);
 }
 
 /* What a backward must have as its forward had it, and all ranks alike. */
-UPIPE_API upipe_fields upi_lin_fields(const upipe_linear_layer *l)
+UPIPE_API upi_fields upi_lin_fields(const upipe_linear_layer *l)
 {
-    upipe_fields f;
+    upi_fields f;
     f.n = 0;
-    upipe_field_int(&f, "a linear layer's model_dim", l->plan->desc.model_dim);
-    upipe_field_int(&f, "its storage type", l->plan->desc.dtype);
-    upipe_field_int(&f, "its heads", l->heads);
-    upipe_field_int(&f, "its key heads", l->key_heads);
-    upipe_field_int(&f, "its key_dim", l->key_dim);
-    upipe_field_int(&f, "its value_dim", l->value_dim);
-    upipe_field_int(&f, "taps of its convolution", l->taps);
-    upipe_field_int(&f, "its chunk", l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK);
-    upipe_field_int(&f, "key heads of its stages", upi_lin_stage_keys(l));
-    upipe_field_real(&f, "its norm_eps", (double)l->norm_eps);
-    upipe_field_int(&f, "position of its first token", l->first);
-    upipe_field_int(&f, "cu_seqlens_n", l->borders.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&l->borders) >> 1));
+    upi_field_int(&f, "a linear layer's model_dim", l->plan->desc.model_dim);
+    upi_field_int(&f, "its storage type", l->plan->desc.dtype);
+    upi_field_int(&f, "its heads", l->heads);
+    upi_field_int(&f, "its key heads", l->key_heads);
+    upi_field_int(&f, "its key_dim", l->key_dim);
+    upi_field_int(&f, "its value_dim", l->value_dim);
+    upi_field_int(&f, "taps of its convolution", l->taps);
+    upi_field_int(&f, "its chunk", l->chunk > 0 ? l->chunk : UPIPE_LINEAR_CHUNK);
+    upi_field_int(&f, "key heads of its stages", upi_lin_stage_keys(l));
+    upi_field_real(&f, "its norm_eps", (double)l->norm_eps);
+    upi_field_int(&f, "position of its first token", l->first);
+    upi_field_int(&f, "cu_seqlens_n", l->borders.cu_seqlens_n);
+    upi_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_borders_hash(&l->borders) >> 1));
     return f;
 }
 
 /* Compares a call with its forward; that one records what it is given. */
-UPIPE_API upipe_status upi_lin_given(upipe_ctx *c, const upipe_linear_layer *l, const upipe_fields *f,
+UPIPE_API upipe_status upi_lin_given(upipe_ctx *c, const upipe_linear_layer *l, const upi_fields *f,
                                      upipe_given *given)
 {
-    const upipe_weight weights[] = {
+    const upi_weight weights[] = {
         {"w_qkv", l->w_qkv}, {"w_z", l->w_z},         {"w_b", l->w_b},
         {"w_a", l->w_a},     {"w_out", l->w_out},     {"conv", l->conv},
         {"a_log", l->a_log}, {"dt_bias", l->dt_bias}, {"norm_weight", l->norm_weight}};
-    return upipe_given_same(&c->err, given, l->plan->seal, l->id, f, weights,
-                            (int)(sizeof weights / sizeof *weights));
+    return upi_given_same(&c->err, given, l->plan->seal, l->id, f, weights,
+                          (int)(sizeof weights / sizeof *weights));
 }
 
 /* Compares a call with all ranks, for the scan too.
  *   backward   which call it is */
 UPIPE_API upipe_status upi_lin_agree(upipe_ctx *c, upipe_comm *comm, const upipe_linear_layer *l,
-                                     upipe_fields *f, int64_t backward, int carried)
+                                     upi_fields *f, int64_t backward, int carried)
 {
-    upipe_field_int(f, "its direction (1: backward)", backward);
-    upipe_field_int(f, "tokens of the scan", l->plan->desc.tokens);
-    upipe_field_int(f, "its ranks in a ring", l->plan->desc.ring);
-    upipe_field_int(f, "carry", carried);
-    return upipe_comm_agree(c, comm, f);
+    upi_field_int(f, "its direction (1: backward)", backward);
+    upi_field_int(f, "tokens of the scan", l->plan->desc.tokens);
+    upi_field_int(f, "its ranks in a ring", l->plan->desc.ring);
+    upi_field_int(f, "carry", carried);
+    return upi_agree(c, comm, f);
 }
 
 /* The same of a call that reads what the forward has saved. */
-UPIPE_API upipe_status upi_lin_check_save(upipe_ctx *c, const upipe_linear_layer *l, const upipe_fields *f,
-                                          const upipe_linear_saved *save)
+UPIPE_API upipe_status upi_lin_check_save(upipe_ctx *c, const upipe_linear_layer *l, const upi_fields *f,
+                                          const upipe_linear_layer_saved *save)
 {
     upipe_given given;
     if (save == NULL || save->given.plan == 0)
@@ -122,10 +119,10 @@ UPIPE_API upipe_status upi_lin_check(upipe_ctx *c, const upipe_comm *comm, const
 {
     upipe_linear_ops rules;
     upipe_scan scan;
-    UPIPE_TRY(upipe_ctx_check(c));
+    UPIPE_TRY(upi_ctx_check(c));
     if (l == NULL || l->plan == NULL || l->rules == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "linear layer: it, its plan or its rules are NULL");
-    rules = upipe_linear_rules(c, l->rules);
+    rules = upi_linear_rules(c, l->rules);
     if (rules.conv == NULL || rules.conv_bwd == NULL || rules.gates == NULL || rules.gates_bwd == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
                           "linear layer: the rules %s have no convolution and no gates, which a layer needs",

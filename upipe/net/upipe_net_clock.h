@@ -1,4 +1,4 @@
-/* upipe_net_clock.h -- deadlines, and pauses between two tests of a condition      backend net, includes base
+/* upipe_net_clock.h -- deadlines, and pauses between two tests of a condition
  *
  *     int64_t until = upi_net_until(seconds);
  *     while (!done()) {

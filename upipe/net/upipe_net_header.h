@@ -1,4 +1,4 @@
-/* upipe_net_header.h -- what ranks that are processes tell each other        backend, includes team
+/* upipe_net_header.h -- what ranks that are processes tell each other
  *
  * Every call begins with a header to each peer: number and kind of the call, and what this rank sends to the
  * peer and receives from it. A barrier and an all-gather consist of their headers. A failure is a header too.
@@ -88,8 +88,8 @@ UPIPE_API upipe_status upi_header_fit_way(upipe_err *e, upipe_comm *comm, const 
         e, comm, UPIPE_ERR_MISMATCH,
         "rank %d sends %lld messages of %lld bytes in all to rank %d, which receives %lld in "
         "other blocks",
-        upipe_comm_called(comm, from), (long long)out->messages, (long long)out->bytes,
-        upipe_comm_called(comm, to), (long long)in->bytes);
+        upi_comm_called(comm, from), (long long)out->messages, (long long)out->bytes,
+        upi_comm_called(comm, to), (long long)in->bytes);
 }
 
 /* Compares this rank's header of a call with that of rank p. */
@@ -100,8 +100,8 @@ UPIPE_API upipe_status upi_header_fit(upipe_err *e, upipe_comm *comm, const upi_
     if (mine->fragment != theirs->fragment)
         return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
                                "rank %d sends at most %lld bytes in an MPI message and rank %d at most %lld",
-                               upipe_comm_called(comm, comm->rank), (long long)mine->fragment,
-                               upipe_comm_called(comm, p), (long long)theirs->fragment);
+                               upi_comm_called(comm, comm->rank), (long long)mine->fragment,
+                               upi_comm_called(comm, p), (long long)theirs->fragment);
     if (mine->kind != UPI_TEAM_TRANSFER) return UPIPE_OK;
     UPIPE_TRY(upi_header_fit_way(e, comm, theirs, p, mine, comm->rank));
     return upi_header_fit_way(e, comm, mine, comm->rank, theirs, p);

@@ -1,4 +1,4 @@
-/* upipe_net_mpi.h -- a team of ranks that are processes, over MPI        backend, includes header, comm
+/* upipe_net_mpi.h -- a team of ranks that are processes, over MPI
  *
  *     MPI_Comm_dup(MPI_COMM_WORLD, &mine);                      the host makes it, and frees it
  *     MPI_Comm_set_errhandler(mine, MPI_ERRORS_RETURN);
@@ -127,7 +127,7 @@ UPIPE_API const upipe_err *upi_mpi_failure(const upipe_comm *comm)
 
 UPIPE_API upipe_mpi *upi_mpi_world(const upipe_mpi *m)
 {
-    return (upipe_mpi *)upipe_comm_world(&m->comm)->impl;
+    return (upipe_mpi *)upi_comm_world(&m->comm)->impl;
 }
 
 /* Breaks this end, where ranks had come to call `met`, and all of this rank's others. What a rank has heard it passes on:
@@ -145,7 +145,7 @@ UPIPE_API int upi_mpi_break(upipe_mpi *m, upipe_status s, int64_t met, const cha
             MPI_SUCCESS)
             m->notices[p] = MPI_REQUEST_NULL;
     }
-    for (part = upipe_comm_world(&m->comm); part != NULL; part = part->part) {
+    for (part = upi_comm_world(&m->comm); part != NULL; part = part->part) {
         upipe_mpi *other = (upipe_mpi *)part->impl;
         upi_mpi_break(other, s, __atomic_load_n(&other->met, __ATOMIC_RELAXED), why);
     }
@@ -164,7 +164,7 @@ UPIPE_API upipe_status upi_mpi_checked(upipe_ctx *c, upipe_mpi *m, int code, con
     if (code == MPI_SUCCESS) return UPIPE_OK;
     upi_mpi_check(&e, code, what);
     return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_BACKEND, "rank %d: %s",
-                           upipe_comm_called(&m->comm, m->comm.rank), e.text);
+                           upi_comm_called(&m->comm, m->comm.rank), e.text);
 }
 
 #define UPI_MPI(c, m, call) UPIPE_TRY(upi_mpi_checked((c), (m), (call), #call))
@@ -209,9 +209,9 @@ UPIPE_API upipe_status upi_mpi_begin(upipe_ctx *c, upipe_mpi *m, int kind, const
 UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const upi_header *header)
 {
     if (header->magic != UPI_HEADER_MAGIC)
-        return upipe_comm_fail(
-            &c->err, &m->comm, UPIPE_ERR_MISMATCH, "rank %d sends rank %d something else with tag %d",
-            upipe_comm_called(&m->comm, p), upipe_comm_called(&m->comm, m->comm.rank), m->tag);
+        return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
+                               "rank %d sends rank %d something else with tag %d",
+                               upi_comm_called(&m->comm, p), upi_comm_called(&m->comm, m->comm.rank), m->tag);
     if (header->kind == UPI_HEADER_QUESTION || header->kind == UPI_HEADER_ANSWER) {
         upi_watch_hear(&m->watch, p, header);
         return UPIPE_OK;
@@ -224,8 +224,8 @@ UPIPE_API upipe_status upi_mpi_accept(upipe_ctx *c, upipe_mpi *m, int p, const u
     if (header->call != m->peer[p].come + 1 || header->call > m->call + 1)
         return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                "rank %d sends call %lld where rank %d expects %lld",
-                               upipe_comm_called(&m->comm, p), (long long)header->call,
-                               upipe_comm_called(&m->comm, m->comm.rank), (long long)m->peer[p].come + 1);
+                               upi_comm_called(&m->comm, p), (long long)header->call,
+                               upi_comm_called(&m->comm, m->comm.rank), (long long)m->peer[p].come + 1);
     m->in[(header->call & 1) * m->comm.ranks + p] = *header;
     m->peer[p].come = header->call;
     return UPIPE_OK;
@@ -244,8 +244,8 @@ UPIPE_API upipe_status upi_mpi_poll(upipe_ctx *c, upipe_mpi *m, int *news)
         if (bytes != 0 && bytes != (int)sizeof header)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                    "rank %d sends rank %d %d bytes with tag %d, where a header has %zu",
-                                   upipe_comm_called(&m->comm, status.MPI_SOURCE),
-                                   upipe_comm_called(&m->comm, m->comm.rank), bytes, m->tag, sizeof header);
+                                   upi_comm_called(&m->comm, status.MPI_SOURCE),
+                                   upi_comm_called(&m->comm, m->comm.rank), bytes, m->tag, sizeof header);
         UPI_MPI(c, m,
                 MPI_Recv(&header, (int)sizeof header, MPI_BYTE, status.MPI_SOURCE, m->tag, m->mpi, &status));
         if (bytes == 0)
@@ -362,8 +362,8 @@ UPIPE_API upipe_status upi_mpi_complete(upipe_ctx *c, upipe_mpi *m, int i, MPI_S
     if ((size_t)bytes != f->bytes[slot])
         return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                "rank %d sends an MPI message of %d bytes to rank %d, not %zu",
-                               upipe_comm_called(&m->comm, peer), bytes,
-                               upipe_comm_called(&m->comm, m->comm.rank), f->bytes[slot]);
+                               upi_comm_called(&m->comm, peer), bytes,
+                               upi_comm_called(&m->comm, m->comm.rank), f->bytes[slot]);
     m->comm.moved_bytes += bytes;
     return UPIPE_OK;
 }
@@ -407,7 +407,7 @@ UPIPE_API upipe_status upi_mpi_progress(upipe_ctx *c, upipe_mpi *m, int *news, i
         if (peer->come < m->call && peer->left)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                    "rank %d is in %s and %s has freed its team",
-                                   upipe_comm_called(&m->comm, m->comm.rank), upi_team_kind(m->kind),
+                                   upi_comm_called(&m->comm, m->comm.rank), upi_team_kind(m->kind),
                                    upi_team_rank(&m->comm, p, text));
         if (peer->come < m->call) {
             ++*missing;
@@ -434,7 +434,7 @@ UPIPE_API int upi_mpi_mark(const upipe_mpi *m, char *marks)
                              ? peer->come < m->call
                              : peer->flow[0].in_flight > 0 || peer->flow[1].in_flight > 0 ||
                                    m->requests[2 * m->comm.ranks * UPI_MPI_WINDOW + p] != MPI_REQUEST_NULL;
-        if (p != m->comm.rank && late) marks[upipe_comm_called(&m->comm, p)] = UPI_TEAM_MISSED;
+        if (p != m->comm.rank && late) marks[upi_comm_called(&m->comm, p)] = UPI_TEAM_MISSED;
     }
     return missing;
 }
@@ -531,7 +531,7 @@ UPIPE_API upipe_status upi_mpi_call(upipe_ctx *c, upipe_mpi *m)
         int news = 0, missing, left;
         UPIPE_TRY(upi_mpi_progress(c, m, &news, &missing, &left));
         if (missing == 0 && left == 0) return UPIPE_OK;
-        if (!upi_first_spares(&m->first, m->kind, m->call)) UPIPE_TRY(upipe_comm_whole(c, &m->comm));
+        if (!upi_first_spares(&m->first, m->kind, m->call)) UPIPE_TRY(upi_comm_whole(c, &m->comm));
         if (news) {
             idle = 0;
             continue;
@@ -615,7 +615,7 @@ UPIPE_API upipe_status upi_mpi_ready(upipe_ctx *c, upipe_mpi *m)
     upi_watch_lock(&m->busy);
     if (!upi_first_is_broken(&m->first)) s = upi_mpi_poll(c, m, &news);
     upi_watch_unlock(&m->busy);
-    return s != UPIPE_OK ? s : upipe_comm_whole(c, &m->comm);
+    return s != UPIPE_OK ? s : upi_comm_whole(c, &m->comm);
 }
 
 UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
@@ -627,7 +627,7 @@ UPIPE_API upipe_status upi_mpi_start(upipe_ctx *c, upipe_comm *comm, const upipe
     s = c->ops->sync(c); /* MPI reads the buffers now: it knows no stream */
     if (s != UPIPE_OK)
         return upipe_comm_fail(&c->err, comm, s, "rank %d waiting for its device: %s",
-                               upipe_comm_called(comm, comm->rank), c->err.text);
+                               upi_comm_called(comm, comm->rank), c->err.text);
     UPIPE_TRY(upi_mpi_begin(c, m, UPI_TEAM_TRANSFER, list, NULL, n));
     /* Data begin to move between ranks that have come. What goes wrong now is returned by wait. */
     upi_watch_lock(&m->busy);
@@ -642,9 +642,9 @@ UPIPE_API upipe_status upi_mpi_wait(upipe_ctx *c, upipe_comm *comm)
     upipe_status s = m->owed;
     m->owed = UPIPE_OK;
     if (s != UPIPE_OK)
-        upipe_comm_report(&c->err, comm, s);
+        upi_comm_report(&c->err, comm, s);
     else if (!upi_first_is_broken(&m->first))
-        s = upipe_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
+        s = upi_comm_copy_own(c, comm, m->list, m->n, c->ops->copy);
     if (s == UPIPE_OK) s = upi_mpi_finish(c, m);
     if (s == UPIPE_OK) return s;
     upi_watch_lock(&m->busy);
@@ -768,7 +768,7 @@ UPIPE_API void upi_mpi_part_ways(upipe_mpi *m, upi_team_names *late)
             for (i = data + p; i < data + (1 + UPI_MPI_OTHERS) * ranks; i += ranks)
                 left += upi_mpi_flies(m, i);
             if (left > 0 || m->peer[p].left != UPI_MPI_LEFT)
-                upi_team_name(late, &m->comm, upipe_comm_called(&m->comm, p));
+                upi_team_name(late, &m->comm, upi_comm_called(&m->comm, p));
         }
         if (late->count == 0 || upipe_net_now() >= until) return;
         upi_net_rest(&idle, UPI_MPI_YIELDS, UPI_MPI_NAP);
@@ -792,13 +792,13 @@ UPIPE_API upipe_status upipe_mpi_free(upipe_mpi *m, upipe_err *e)
     int i, rank, called;
     if (m == NULL || m->buf == NULL) return UPIPE_OK;
     rank = m->comm.rank;
-    called = upipe_comm_called(&m->comm, rank);
+    called = upi_comm_called(&m->comm, rank);
     deadline = m->comm.deadline;
     upi_watch_lock(&m->busy);
     (void)upi_first_break(&m->first, UPIPE_ERR_ABORTED, m->met,
                           "the team has been freed"); /* nothing follows a goodbye */
     upi_mpi_part_ways(m, &late);
-    upipe_comm_leave(&m->comm);
+    upi_comm_leave(&m->comm);
     if (late.count == 0) {
         free(m->buf);
         memset(m, 0, sizeof *m);

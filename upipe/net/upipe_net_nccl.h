@@ -1,4 +1,4 @@
-/* upipe_net_nccl.h -- a team of ranks with a GPU each, over NCCL        backend, includes team, comm
+/* upipe_net_nccl.h -- a team of ranks with a GPU each, over NCCL
  *
  *     ncclCommInitRankConfig(&nccl, ranks, id, rank, &config);     the host's; config.blocking = 0, see below
  *     upipe_nccl team;
@@ -12,17 +12,17 @@
  * ncclAlltoAll where the list is an all-to-all of equal parts that are contiguous in both buffers. Blocks are
  * never merged: NCCL matches messages by size, and the peer's blocks may have gaps where these have none.
  * What a rank sends itself is a copy of the compute table. An all-gather of numbers, or a barrier, is an ncclAllGather
- * of 352 bytes a rank through memory that init has allocated. One of equal slices (upipe_slices_gather) is an
+ * of 352 bytes a rank through memory that init has allocated. One of equal slices (upi_slices_gather) is an
  * ncclAllGather too. No buffer of a transfer may lie in a symmetric window of NCCL's (ncclCommWindowRegister with
  * NCCL_WIN_COLL_SYMMETRIC): NCCL would write at the same offset of each rank's window, and these ranks' may differ.
  *
  * In the stream's order. wait returns when the transfer is enqueued: what the host enqueues on ctx->stream
  * afterwards comes behind it, and the host runs ahead of the device by up to UPIPE_NCCL_AHEAD operations. A block
  * of a pool may be freed at once, as its next use is enqueued behind the transfer. A failure shows in a later call
- * of the team, in ops.sync and what else of the table waits for the stream (upipe_comm_settle), or in
+ * of the team, in ops.sync and what else of the table waits for the stream (upi_comm_settle), or in
  * upipe_nccl_sync: the one that detects it returns it. After that ops.sync waits for the device alone, while
- * copies to ordinary host memory return the failure (upipe_comm_results). A host that makes such a call itself
- * unwinds after a failure (upipe_unwind), which locks the pool. cudaStreamSynchronize would wait for a dead peer for
+ * copies to ordinary host memory return the failure (upi_comm_results). A host that makes such a call itself
+ * unwinds after a failure (upi_unwind), which locks the pool. cudaStreamSynchronize would wait for a dead peer for
  * ever. With team.ahead = 0, set right after init, wait returns when the transfer is complete on the device.
  *
  * Several communicators. A rank may be in a team, a ring and a world. NCCL requires that the operations of all
@@ -35,7 +35,7 @@
  * stuck in one holds up the others.
  *
  * Graphs. Where ctx->stream is captured, a transfer is captured with it. An all-gather and a barrier make the host
- * wait, and are refused: calls that compare ranks (upipe_comm_agree) come before the capture, in one pass, or in two
+ * wait, and are refused: calls that compare ranks (upi_agree) come before the capture, in one pass, or in two
  * where layers of several kinds alternate. All ranks launch their graphs in the same order; upipe_nccl_sync
  * waits for them under the deadline. The counts of bytes are those of the capture.
  *
@@ -52,7 +52,7 @@
  * with ncclCommAbort, which ends this rank's operations; every later call returns ABORTED. NCCL does not
  * inform the other ranks: each one's own deadline, or an asynchronous error, ends its call, and it aborts
  * too. Transfers in flight set comm->quarantine: peers that have not aborted yet may access their buffers, also
- * those that the host has freed, so that upipe_unwind locks the whole pool.
+ * those that the host has freed, so that upi_unwind locks the whole pool.
  * ncclCommAbort itself may wait for work of the device: a call that fails may return that much later than its
  * deadline.
  */
@@ -99,13 +99,13 @@ UPIPE_API upipe_status upi_nccl_meet(upipe_ctx *c, upipe_nccl *m, int kind, cons
         if (theirs[0] != UPI_NCCL_MARK)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                    "rank %d gathers something else than rank %d",
-                                   upipe_comm_called(&m->comm, r), upipe_comm_called(&m->comm, m->comm.rank));
+                                   upi_comm_called(&m->comm, r), upi_comm_called(&m->comm, m->comm.rank));
         UPIPE_TRY(upi_team_same(&c->err, &m->comm, m->kind, n, r, theirs[2], theirs[3]));
         if (theirs[1] != m->call)
             return upipe_comm_fail(&c->err, &m->comm, UPIPE_ERR_MISMATCH,
                                    "rank %d is in its call %lld and rank %d in its %lld",
-                                   upipe_comm_called(&m->comm, m->comm.rank), (long long)m->call,
-                                   upipe_comm_called(&m->comm, r), (long long)theirs[1]);
+                                   upi_comm_called(&m->comm, m->comm.rank), (long long)m->call,
+                                   upi_comm_called(&m->comm, r), (long long)theirs[1]);
     }
     return UPIPE_OK;
 }
@@ -165,7 +165,7 @@ UPIPE_API upipe_status upi_nccl_post_group(upipe_ctx *c, upipe_nccl *m, const up
     const char *what = "";
     ncclResult_t inside, end;
     int i, others = 0;
-    UPIPE_TRY(upipe_comm_copy_own(c, &m->comm, list, n, c->ops->copy));
+    UPIPE_TRY(upi_comm_copy_own(c, &m->comm, list, n, c->ops->copy));
     UPIPE_TRY(upi_nccl_open(c, m));
     for (i = 0; i < n; ++i)
         others += list[i].peer != m->comm.rank && (list[i].send_bytes > 0 || list[i].recv_bytes > 0);
@@ -201,7 +201,7 @@ UPIPE_API upipe_status upi_nccl_wait(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_nccl *m = (upipe_nccl *)comm->impl;
     int i;
-    UPIPE_TRY(upipe_comm_whole(c, comm));
+    UPIPE_TRY(upi_comm_whole(c, comm));
     if (!m->ahead && !m->captured) UPIPE_TRY(upi_nccl_drain(c, m, 0));
     for (i = 0; i < m->n; ++i)
         if (m->list[i].peer != comm->rank)
@@ -322,7 +322,7 @@ UPIPE_API cudaEvent_t *upi_nccl_event(upipe_nccl *m, int i)
  *           unless that is NULL. Teams that are joined are all freed before one is used again
  *   errors  TIMEOUT, ABORTED: a transfer does not end; BACKEND: the runtime's text. Everything that can be
  *           released is. m->comm.quarantine keeps its value: where it is set, peers may still access buffers of the
- *           pool (upipe_mem_quarantine)
+ *           pool (upi_mem_quarantine)
  */
 UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
 {
@@ -334,7 +334,7 @@ UPIPE_API upipe_status upipe_nccl_free(upipe_nccl *m, upipe_err *e)
     if (m == NULL) return s;
     memset(&c, 0, sizeof c);
     if (m->next != NULL) s = upi_nccl_settle(&c, &m->comm);
-    upipe_comm_leave(&m->comm);
+    upi_comm_leave(&m->comm);
     if (s != UPIPE_OK && e != NULL) *e = c.err;
     while (before->next != NULL && before->next != m) before = before->next;
     before->next = m->next;

@@ -1,4 +1,4 @@
-/* upipe_net_nccl_stream.h -- what upipe_net_nccl.h has on its streams    backend, includes team, comm
+/* upipe_net_nccl_stream.h -- what upipe_net_nccl.h has on its streams
  *
  * A rank's end of a team, and its operations: each is enqueued between two events, so that the host can ask how
  * far the stream has come. The deadline of an operation counts from the moment when the host sees that the
@@ -133,7 +133,7 @@ UPIPE_API upipe_status upi_nccl_checked(upipe_ctx *c, upipe_nccl *m, ncclResult_
     upipe_err e;
     upipe_status s = upipe_nccl_check(&e, m->nccl, r, what);
     if (s == UPIPE_OK) return s;
-    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", upipe_comm_called(&m->comm, m->comm.rank),
+    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", upi_comm_called(&m->comm, m->comm.rank),
                            e.text);
 }
 
@@ -142,7 +142,7 @@ UPIPE_API upipe_status upi_nccl_checked_cuda(upipe_ctx *c, upipe_nccl *m, cudaEr
     upipe_err e;
     upipe_status s = upipe_nccl_check_cuda(&e, r, what);
     if (s == UPIPE_OK) return s;
-    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", upipe_comm_called(&m->comm, m->comm.rank),
+    return upipe_comm_fail(&c->err, &m->comm, s, "rank %d: %s", upi_comm_called(&m->comm, m->comm.rank),
                            e.text);
 }
 
@@ -203,7 +203,7 @@ UPIPE_API upipe_status upi_nccl_look(upipe_ctx *c, upipe_nccl *m, int64_t *left)
     int busy;
     *left = 0;
     do {
-        UPIPE_TRY(upipe_comm_whole(c, &t->comm));
+        UPIPE_TRY(upi_comm_whole(c, &t->comm));
         UPIPE_TRY(upi_nccl_state(c, t, &busy));
         UPIPE_TRY(upi_nccl_sweep(c, t));
         *left += t->begun - t->ended;
@@ -235,13 +235,13 @@ UPIPE_API upipe_status upi_nccl_begin(upipe_ctx *c, upipe_nccl *m, int kind)
     enum cudaStreamCaptureStatus state;
     int64_t left;
     int busy;
-    UPIPE_TRY(upipe_comm_whole(c, &m->comm));
+    UPIPE_TRY(upi_comm_whole(c, &m->comm));
     UPI_NCCL_CUDA(c, m, cudaStreamIsCapturing((cudaStream_t)c->stream, &state));
     if (state != cudaStreamCaptureStatusNone && kind != UPI_TEAM_TRANSFER)
         return upipe_fail(
             &c->err, UPIPE_ERR_UNSUPPORTED,
             "rank %d: %s waits for the stream, which is captured into a graph and runs nothing yet",
-            upipe_comm_called(&m->comm, m->comm.rank), upi_nccl_kind(kind));
+            upi_comm_called(&m->comm, m->comm.rank), upi_nccl_kind(kind));
     m->call += kind != UPI_NCCL_SYNC; /* other ranks need not make that call */
     m->kind = kind;
     m->pending = m->rows_come = 0;

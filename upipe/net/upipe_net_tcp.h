@@ -1,4 +1,4 @@
-/* upipe_net_tcp.h -- a team of ranks that are processes, over connected sockets     backend, includes header, comm
+/* upipe_net_tcp.h -- a team of ranks that are processes, over connected sockets
  *
  *     int headers[4], data[4];                         two stream sockets a peer, which the host has connected
  *     upipe_tcp team;
@@ -119,7 +119,7 @@ UPIPE_API void upi_tcp_send_all(const upipe_tcp *t, const upi_header *header)
 
 UPIPE_API upipe_tcp *upi_tcp_world(const upipe_tcp *t)
 {
-    return (upipe_tcp *)upipe_comm_world(&t->comm)->impl;
+    return (upipe_tcp *)upi_comm_world(&t->comm)->impl;
 }
 
 /* Breaks this end, where ranks had come to call `met`, and all of this rank's others. What a rank has heard it passes on:
@@ -131,7 +131,7 @@ UPIPE_API int upi_tcp_break(upipe_tcp *t, upipe_status s, int64_t met, const cha
     if (!upi_first_break(&t->first, s, met, why)) return 0;
     upi_first_report(&notice, s, met, why);
     upi_tcp_send_all(t, &notice);
-    for (part = upipe_comm_world(&t->comm); part != NULL; part = part->part) {
+    for (part = upi_comm_world(&t->comm); part != NULL; part = part->part) {
         upipe_tcp *other = (upipe_tcp *)part->impl;
         upi_tcp_break(other, s, __atomic_load_n(&other->met, __ATOMIC_RELAXED), why);
     }
@@ -162,7 +162,7 @@ UPIPE_API void upi_tcp_begin(upipe_tcp *t, int kind, const upipe_msg *list, cons
         peer->open = 0;
         for (way = 0; way < 2; ++way) {
             memset(&peer->flow[way], 0, sizeof peer->flow[way]);
-            peer->flow[way].msg = upipe_msg_next(t->list, t->n, p, way, 0);
+            peer->flow[way].msg = upi_msg_next(t->list, t->n, p, way, 0);
         }
         upi_tcp_send_header(t, p, &t->out[p]);
     }
@@ -177,7 +177,7 @@ UPIPE_API upipe_status upi_tcp_accept(upipe_ctx *c, upipe_tcp *t, int p)
     if (header->magic != UPI_HEADER_MAGIC)
         return upipe_comm_fail(&c->err, &t->comm, UPIPE_ERR_MISMATCH,
                                "rank %d sends rank %d something else than headers",
-                               upipe_comm_called(&t->comm, p), upipe_comm_called(&t->comm, t->comm.rank));
+                               upi_comm_called(&t->comm, p), upi_comm_called(&t->comm, t->comm.rank));
     if (header->kind == UPI_HEADER_GOODBYE) {
         peer->left = UPI_TCP_FREED;
         return UPIPE_OK;
@@ -194,8 +194,8 @@ UPIPE_API upipe_status upi_tcp_accept(upipe_ctx *c, upipe_tcp *t, int p)
     if (header->call != peer->come + 1 || header->call > t->call + 1)
         return upipe_comm_fail(&c->err, &t->comm, UPIPE_ERR_MISMATCH,
                                "rank %d sends call %lld where rank %d expects %lld",
-                               upipe_comm_called(&t->comm, p), (long long)header->call,
-                               upipe_comm_called(&t->comm, t->comm.rank), (long long)peer->come + 1);
+                               upi_comm_called(&t->comm, p), (long long)header->call,
+                               upi_comm_called(&t->comm, t->comm.rank), (long long)peer->come + 1);
     t->in[(header->call & 1) * t->comm.ranks + p] = *header;
     peer->come = header->call;
     return UPIPE_OK;
@@ -260,7 +260,7 @@ UPIPE_API void upi_tcp_pass(const upipe_tcp *t, int p, int way, upi_tcp_flow *f,
         f->offset = 0;
         if (++f->piece < m.count) continue;
         f->piece = 0;
-        f->msg = upipe_msg_next(t->list, t->n, p, way, f->msg + 1);
+        f->msg = upi_msg_next(t->list, t->n, p, way, f->msg + 1);
     }
 }
 
@@ -314,7 +314,7 @@ UPIPE_API int upi_tcp_moves(const upipe_tcp *t, int p, int way)
 /* Rank p has left, and this call needs it. */
 UPIPE_API upipe_status upi_tcp_lost(upipe_ctx *c, upipe_tcp *t, int p)
 {
-    const int me = upipe_comm_called(&t->comm, t->comm.rank);
+    const int me = upi_comm_called(&t->comm, t->comm.rank);
     char text[UPI_TEAM_NAMES];
     if (t->peer[p].left == UPI_TCP_FREED)
         return upipe_comm_fail(&c->err, &t->comm, UPIPE_ERR_MISMATCH,
@@ -347,7 +347,7 @@ UPIPE_API upipe_status upi_tcp_progress(upipe_ctx *c, upipe_tcp *t, int *news, i
         /* a failure that the peer has told before it left comes first */
         if ((peer->left && !peer->open) ||
             (peer->cut && flows && (peer->left || upipe_net_now() >= peer->cut))) {
-            UPIPE_TRY(upipe_comm_whole(c, &t->comm));
+            UPIPE_TRY(upi_comm_whole(c, &t->comm));
             return upi_tcp_lost(c, t, p);
         }
         *missing += !peer->open;
@@ -367,7 +367,7 @@ UPIPE_API int upi_tcp_mark(const upipe_tcp *t, char *marks)
         if (p != t->comm.rank &&
             (missing ? !t->peer[p].open
                      : upi_tcp_moves(t, p, UPIPE_MSG_SEND) + upi_tcp_moves(t, p, UPIPE_MSG_RECV)))
-            marks[upipe_comm_called(&t->comm, p)] = UPI_TEAM_MISSED;
+            marks[upi_comm_called(&t->comm, p)] = UPI_TEAM_MISSED;
     return missing;
 }
 
@@ -474,7 +474,7 @@ UPIPE_API upipe_status upi_tcp_call(upipe_ctx *c, upipe_tcp *t)
         int news = 0, missing, left;
         UPIPE_TRY(upi_tcp_progress(c, t, &news, &missing, &left));
         if (missing == 0 && left == 0) return UPIPE_OK;
-        if (!upi_first_spares(&t->first, t->kind, t->call)) UPIPE_TRY(upipe_comm_whole(c, &t->comm));
+        if (!upi_first_spares(&t->first, t->kind, t->call)) UPIPE_TRY(upi_comm_whole(c, &t->comm));
         if (upipe_net_now() >= until) {
             if (question > 0) return upi_tcp_late(c, t, question);
             question = upi_tcp_ask(t);
@@ -505,7 +505,7 @@ UPIPE_API upipe_status upi_tcp_ready(upipe_ctx *c, upipe_tcp *t)
     upi_watch_lock(&t->busy);
     if (!upi_first_is_broken(&t->first)) s = upi_tcp_hear(c, t, &news);
     upi_watch_unlock(&t->busy);
-    return s != UPIPE_OK ? s : upipe_comm_whole(c, &t->comm);
+    return s != UPIPE_OK ? s : upi_comm_whole(c, &t->comm);
 }
 
 UPIPE_API upipe_status upi_tcp_start(upipe_ctx *c, upipe_comm *comm, const upipe_msg *list, int n)
@@ -517,7 +517,7 @@ UPIPE_API upipe_status upi_tcp_start(upipe_ctx *c, upipe_comm *comm, const upipe
     s = c->ops->sync(c); /* the kernel reads the buffers now: it knows no stream */
     if (s != UPIPE_OK)
         return upipe_comm_fail(&c->err, comm, s, "rank %d before a transfer: %s",
-                               upipe_comm_called(comm, comm->rank), c->err.text);
+                               upi_comm_called(comm, comm->rank), c->err.text);
     upi_tcp_begin(t, UPI_TEAM_TRANSFER, list, NULL, n);
     upi_watch_lock(&t->busy);
     /* What goes wrong now is returned by wait. */
@@ -531,8 +531,8 @@ UPIPE_API upipe_status upi_tcp_wait(upipe_ctx *c, upipe_comm *comm)
     upipe_tcp *t = (upipe_tcp *)comm->impl;
     const upipe_status owed = t->owed;
     t->owed = UPIPE_OK;
-    if (owed != UPIPE_OK) return upipe_comm_report(&c->err, comm, owed);
-    UPIPE_TRY(upipe_comm_copy_own(c, comm, t->list, t->n, c->ops->copy));
+    if (owed != UPIPE_OK) return upi_comm_report(&c->err, comm, owed);
+    UPIPE_TRY(upi_comm_copy_own(c, comm, t->list, t->n, c->ops->copy));
     return upi_tcp_finish(c, t);
 }
 
@@ -576,7 +576,7 @@ UPIPE_API upipe_status upipe_tcp_free(upipe_tcp *t, upipe_err *e)
     double deadline;
     if (t == NULL || t->buf == NULL) return UPIPE_OK;
     rank = t->comm.rank;
-    called = upipe_comm_called(&t->comm, rank);
+    called = upi_comm_called(&t->comm, rank);
     deadline = t->comm.deadline;
     until = upi_net_until(deadline);
     upi_watch_lock(&t->busy);
@@ -593,11 +593,11 @@ UPIPE_API upipe_status upipe_tcp_free(upipe_tcp *t, upipe_err *e)
         (void)upi_tcp_hear(&c, t, &news);
         memset(&late, 0, sizeof late);
         for (p = 0; p < t->comm.ranks; ++p)
-            if (p != rank && !t->peer[p].left) upi_team_name(&late, &t->comm, upipe_comm_called(&t->comm, p));
+            if (p != rank && !t->peer[p].left) upi_team_name(&late, &t->comm, upi_comm_called(&t->comm, p));
         if (late.count == 0 || upipe_net_now() >= until) break;
         upi_tcp_rest(&c, t, until);
     }
-    upipe_comm_leave(&t->comm);
+    upi_comm_leave(&t->comm);
     free(t->buf);
     memset(t, 0, sizeof *t);
     if (late.count == 0) return UPIPE_OK;

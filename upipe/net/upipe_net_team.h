@@ -1,4 +1,4 @@
-/* upipe_net_team.h -- what the transports share        backend, includes clock, comm, ops
+/* upipe_net_team.h -- what the transports share
  *
  * Calls and their names, the sentences of a deadline that has passed and of ranks that do not match, and how
  * long a failed call waits for its buffers. How ranks reach each other is each transport's own.
@@ -47,7 +47,7 @@ typedef struct upi_team_names {
 /* One more rank, by its number in the world of comm. */
 UPIPE_API void upi_team_name(upi_team_names *names, const upipe_comm *comm, int called)
 {
-    const upipe_comm *world = upipe_comm_world(comm);
+    const upipe_comm *world = upi_comm_world(comm);
     const char *host = world->hosts != NULL ? world->hosts[called] : "";
     char one[UPIPE_COMM_HOST + 24];
     const int n = snprintf(one, sizeof one, "%s%d%s%s%s", names->count > 0 ? ", " : "", called,
@@ -74,7 +74,7 @@ UPIPE_API const char *upi_team_names_text(const upi_team_names *names, char *tex
 UPIPE_API const char *upi_team_rank(const upipe_comm *comm, int rank, char *text)
 {
     upi_team_names one = {"", 0, 0, 0};
-    upi_team_name(&one, comm, upipe_comm_called(comm, rank));
+    upi_team_name(&one, comm, upi_comm_called(comm, rank));
     return upi_team_names_text(&one, text);
 }
 
@@ -90,7 +90,7 @@ __attribute__((unused, format(printf, 3, 4))) static inline upipe_status upi_tea
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     return upipe_comm_fail(e, comm, UPIPE_ERR_TIMEOUT, "rank %d waited %g s %s",
-                           upipe_comm_called(comm, comm->rank), comm->deadline, text);
+                           upi_comm_called(comm, comm->rank), comm->deadline, text);
 }
 
 /* Fails with TIMEOUT in a call of this kind; what: "come", "finish", which the named ranks have not done. */
@@ -131,8 +131,8 @@ UPIPE_API int upi_team_follow(char *marks, int ranks, upi_team_waits *waits, voi
 UPIPE_API int upi_team_blame(const upipe_comm *comm, char *marks, upi_team_waits *waits, void *user,
                              upi_team_names *names)
 {
-    const upipe_comm *world = upipe_comm_world(comm);
-    const int me = upipe_comm_called(comm, comm->rank);
+    const upipe_comm *world = upi_comm_world(comm);
+    const int me = upi_comm_called(comm, comm->rank);
     int r, others = 0, turn;
     for (turn = 0; turn < 2; ++turn) {
         upi_team_names now = {"", 0, 0, 0};
@@ -161,13 +161,12 @@ UPIPE_API upipe_status upi_team_same(upipe_err *e, upipe_comm *comm, int64_t kin
 {
     if (kind != peer_kind)
         return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH, "rank %d is in %s and rank %d in %s",
-                               upipe_comm_called(comm, comm->rank), upi_team_kind(kind),
-                               upipe_comm_called(comm, peer), upi_team_kind(peer_kind));
+                               upi_comm_called(comm, comm->rank), upi_team_kind(kind),
+                               upi_comm_called(comm, peer), upi_team_kind(peer_kind));
     if (kind == UPI_TEAM_ALL_GATHER && n != peer_n)
-        return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
-                               "rank %d gathers %lld numbers and rank %d gathers %lld",
-                               upipe_comm_called(comm, comm->rank), (long long)n,
-                               upipe_comm_called(comm, peer), (long long)peer_n);
+        return upipe_comm_fail(
+            e, comm, UPIPE_ERR_MISMATCH, "rank %d gathers %lld numbers and rank %d gathers %lld",
+            upi_comm_called(comm, comm->rank), (long long)n, upi_comm_called(comm, peer), (long long)peer_n);
     return UPIPE_OK;
 }
 
@@ -178,7 +177,7 @@ UPIPE_API upipe_status upi_team_fit_count(upipe_err *e, upipe_comm *comm, int fr
     if (sends == receives) return UPIPE_OK;
     return upipe_comm_fail(
         e, comm, UPIPE_ERR_MISMATCH, "rank %d sends %lld messages to rank %d, which receives %lld",
-        upipe_comm_called(comm, from), (long long)sends, upipe_comm_called(comm, to), (long long)receives);
+        upi_comm_called(comm, from), (long long)sends, upi_comm_called(comm, to), (long long)receives);
 }
 
 /* Compares the blocks of one message, as its sender and as its receiver list them. */
@@ -188,8 +187,8 @@ UPIPE_API upipe_status upi_team_fit_blocks(upipe_err *e, upipe_comm *comm, int f
     if (count == recv_count && bytes == recv_bytes) return UPIPE_OK;
     return upipe_comm_fail(e, comm, UPIPE_ERR_MISMATCH,
                            "rank %d sends %lld blocks of %lld bytes to rank %d, which receives %lld of %lld",
-                           upipe_comm_called(comm, from), (long long)count, (long long)bytes,
-                           upipe_comm_called(comm, to), (long long)recv_count, (long long)recv_bytes);
+                           upi_comm_called(comm, from), (long long)count, (long long)bytes,
+                           upi_comm_called(comm, to), (long long)recv_count, (long long)recv_bytes);
 }
 
 #endif

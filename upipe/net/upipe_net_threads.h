@@ -1,4 +1,4 @@
-/* upipe_net_threads.h -- a team of ranks that are threads of one process       backend, includes team, comm
+/* upipe_net_threads.h -- a team of ranks that are threads of one process
  *
  *     upipe_status body(void *user, int rank)      one rank: its own upipe_ctx with ctx.ops and
  *     { ... }                                      ctx.team = upipe_threads_comm(team, rank)
@@ -172,7 +172,7 @@ UPIPE_API int upi_threads_break(upipe_threads *team, upipe_status s, const char 
 /* Breaks all communicators of the world. */
 UPIPE_API int upi_threads_fail(upipe_comm *comm, upipe_status s, const char *why)
 {
-    const upipe_threads *world = (const upipe_threads *)upipe_comm_world(comm)->impl;
+    const upipe_threads *world = (const upipe_threads *)upi_comm_world(comm)->impl;
     const upipe_comm *part;
     int r;
     if (!upi_threads_break((upipe_threads *)comm->impl, s, why)) return 0;
@@ -243,7 +243,7 @@ UPIPE_API int upi_threads_waits(void *user, int rank, char *marks)
         const upipe_threads *team = (const upipe_threads *)part->impl;
         const uint64_t call = __atomic_load_n(&team->all[part->rank].waits, __ATOMIC_ACQUIRE);
         for (r = 0; call > 0 && r < team->ranks; ++r) {
-            char *mark = &marks[upipe_comm_called(part, r)];
+            char *mark = &marks[upi_comm_called(part, r)];
             if (upi_threads_has_posted(&team->all[r], call)) continue;
             if (*mark == UPI_TEAM_APART) *mark = UPI_TEAM_MISSED;
             waits = 1;
@@ -265,11 +265,11 @@ UPIPE_API upipe_status upi_threads_late(upipe_ctx *c, upipe_comm *comm, uint64_t
     for (r = 0; r < team->ranks; ++r) {
         const upi_threads_rank *rank = &team->all[r];
         if (!upi_threads_has_posted(rank, call))
-            marks[upipe_comm_called(comm, r)] = UPI_TEAM_MISSED;
+            marks[upi_comm_called(comm, r)] = UPI_TEAM_MISSED;
         else if (kind == UPI_TEAM_TRANSFER && sends[r] && !upi_threads_is_done(rank, call))
-            upi_team_name(&reading, comm, upipe_comm_called(comm, r));
+            upi_team_name(&reading, comm, upi_comm_called(comm, r));
     }
-    (void)upi_team_blame(comm, marks, upi_threads_waits, upipe_comm_world(comm)->impl, &absent);
+    (void)upi_team_blame(comm, marks, upi_threads_waits, upi_comm_world(comm)->impl, &absent);
     if (absent.count > 0) return upi_team_late_for(&c->err, comm, kind, &absent, "come");
     if (reading.count > 0) return upi_team_late_for(&c->err, comm, kind, &reading, "finish receiving");
     return UPIPE_OK;
@@ -286,11 +286,11 @@ UPIPE_API upipe_status upi_threads_start(upipe_ctx *c, upipe_comm *comm, const u
     int *receives = upi_threads_receives(team, me->posted + 1, comm->rank);
     int i;
     upipe_status status;
-    UPIPE_TRY(upipe_comm_whole(c, comm));
+    UPIPE_TRY(upi_comm_whole(c, comm));
     status = c->ops->sync(c);
     if (status != UPIPE_OK)
         return upipe_comm_fail(&c->err, comm, status, "rank %d before a transfer: %s",
-                               upipe_comm_called(comm, comm->rank), c->err.text);
+                               upi_comm_called(comm, comm->rank), c->err.text);
     post->kind = UPI_TEAM_TRANSFER;
     post->list = list;
     post->n = n;
@@ -313,24 +313,24 @@ UPIPE_API upipe_status upi_threads_copy(upipe_ctx *c, upipe_comm *comm, uint64_t
     const upi_threads_post *mine = &team->all[comm->rank].post[call & 1],
                            *theirs = &team->all[from].post[call & 1];
     int i = -1, k = -1;
-    while ((i = upipe_msg_next(mine->list, mine->n, from, UPIPE_MSG_RECV, i + 1)) < mine->n) {
+    while ((i = upi_msg_next(mine->list, mine->n, from, UPIPE_MSG_RECV, i + 1)) < mine->n) {
         const upipe_msg *to = &mine->list[i];
         upipe_msg src;
         int64_t block;
-        UPIPE_TRY(upipe_comm_whole(c, comm));
-        k = upipe_msg_next(theirs->list, theirs->n, comm->rank, UPIPE_MSG_SEND, k + 1);
+        UPIPE_TRY(upi_comm_whole(c, comm));
+        k = upi_msg_next(theirs->list, theirs->n, comm->rank, UPIPE_MSG_SEND, k + 1);
         src = theirs->list[k];
         UPIPE_TRY(upi_team_fit_blocks(&c->err, comm, from, src.count, (int64_t)src.send_bytes, comm->rank,
                                       to->count, (int64_t)to->recv_bytes));
         for (block = 0; block < src.count; ++block) {
             upipe_status status;
-            UPIPE_TRY(upipe_comm_whole(c, comm));
+            UPIPE_TRY(upi_comm_whole(c, comm));
             status = c->ops->copy(c, (char *)to->recv + (size_t)block * to->recv_stride,
                                   (const char *)src.send + (size_t)block * src.send_stride, src.send_bytes);
             if (status != UPIPE_OK) {
-                upipe_fail_reason(&c->err, status);
+                upi_fail_reason(&c->err, status);
                 return upipe_comm_fail(&c->err, comm, status, "rank %d copying from rank %d: %s",
-                                       upipe_comm_called(comm, comm->rank), upipe_comm_called(comm, from),
+                                       upi_comm_called(comm, comm->rank), upi_comm_called(comm, from),
                                        c->err.text);
             }
             if (from != comm->rank) comm->moved_bytes += (int64_t)src.send_bytes;
@@ -378,8 +378,8 @@ UPIPE_API upipe_status upi_threads_release(upipe_ctx *c, upipe_comm *comm, const
         if (upi_threads_is_broken(team)) upi_threads_notify(&team->all[k]);
     }
     if (status != UPIPE_OK || synced == UPIPE_OK) return status;
-    return upipe_comm_fail(&c->err, comm, synced, "rank %d receiving: %s",
-                           upipe_comm_called(comm, comm->rank), c->err.text);
+    return upipe_comm_fail(&c->err, comm, synced, "rank %d receiving: %s", upi_comm_called(comm, comm->rank),
+                           c->err.text);
 }
 
 /* Copies from the ranks that have come to this transfer since the last call. *complete: nothing is left. */
@@ -429,7 +429,7 @@ UPIPE_API upipe_status upi_threads_transfer(upipe_ctx *c, upipe_comm *comm)
         int complete;
         UPIPE_TRY(upi_threads_progress(c, comm, call, &complete));
         if (complete) return UPIPE_OK;
-        UPIPE_TRY(upipe_comm_whole(c, comm));
+        UPIPE_TRY(upi_comm_whole(c, comm));
         if (!upi_threads_await(me, seen, until)) UPIPE_TRY(upi_threads_late(c, comm, call));
     }
 }
@@ -487,7 +487,7 @@ UPIPE_API upipe_status upi_threads_meet(upipe_ctx *c, upipe_comm *comm)
                 UPIPE_TRY(upi_threads_same(c, comm, call, r));
         }
         if (missing == 0) return UPIPE_OK;
-        UPIPE_TRY(upipe_comm_whole(c, comm));
+        UPIPE_TRY(upi_comm_whole(c, comm));
         if (!upi_threads_await(me, seen, until)) UPIPE_TRY(upi_threads_late(c, comm, call));
     }
 }
@@ -495,7 +495,7 @@ UPIPE_API upipe_status upi_threads_meet(upipe_ctx *c, upipe_comm *comm)
 UPIPE_API upipe_status upi_threads_barrier(upipe_ctx *c, upipe_comm *comm)
 {
     upipe_threads *team = (upipe_threads *)comm->impl;
-    UPIPE_TRY(upipe_comm_whole(c, comm));
+    UPIPE_TRY(upi_comm_whole(c, comm));
     upi_threads_next(&team->all[comm->rank])->kind = UPI_TEAM_BARRIER;
     upi_threads_publish(team, &team->all[comm->rank]);
     return upi_threads_finish(c, comm, upi_threads_meet);
@@ -508,7 +508,7 @@ UPIPE_API upipe_status upi_threads_all_gather(upipe_ctx *c, upipe_comm *comm, in
     upi_threads_rank *me = &team->all[comm->rank];
     upi_threads_post *post = upi_threads_next(me);
     int r;
-    UPIPE_TRY(upipe_comm_whole(c, comm));
+    UPIPE_TRY(upi_comm_whole(c, comm));
     post->kind = UPI_TEAM_ALL_GATHER;
     post->n = n;
     memcpy(post->values, mine, (size_t)n * sizeof *mine);
@@ -530,7 +530,7 @@ UPIPE_API void upipe_threads_free(upipe_threads *team)
     int r;
     if (team == NULL || team->all == NULL) return;
     for (r = 0; r < team->ranks; ++r) {
-        upipe_comm_leave(&team->all[r].comm);
+        upi_comm_leave(&team->all[r].comm);
         pthread_cond_destroy(&team->all[r].wake);
         pthread_mutex_destroy(&team->all[r].lock);
     }

@@ -4,8 +4,6 @@
 #ifndef UPIPE_RING_ALL_GATHER_H
 #define UPIPE_RING_ALL_GATHER_H
 
-#include "message.h"
-
 /* The block of the rank that is `step` places behind, in buffers [ring rank][batch][tokens of that rank][...]. */
 UPIPE_API upipe_kv_block upi_gathered_block(const upi_ring *r, const upipe_kv_block *all, int step)
 {

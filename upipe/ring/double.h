@@ -1,4 +1,4 @@
-/* double.h -- the double ring: P2P within each node, and from node to node        part of upipe_ring.h
+/* double.h -- the double ring: P2P within each node, and from node to node
  *
  * Rank = node * inner + place. A turn sends K and V once round the node. The block that a turn begins with is also
  * sent to the same place of the next node, in the transfer of the turn's first step, and begins the next turn there.
@@ -6,8 +6,6 @@
  */
 #ifndef UPIPE_RING_DOUBLE_H
 #define UPIPE_RING_DOUBLE_H
-
-#include "p2p.h"
 
 /* The rank at this rank's place, so many nodes ahead. */
 UPIPE_API int upi_double_peer(const upi_ring *r, int nodes)
@@ -25,8 +23,8 @@ UPIPE_API void upi_double_move(upi_ring *r, int turn, int turns, const upipe_kv_
     const upipe_mask *mask = &r->a->mask;
     r->blocks = here - r->place;
     if (turn < turns - 1)
-        upi_ring_move(r, now, upi_double_peer(r, 1), upipe_ring_needed_by_node(r->d, mask, here, turn + 1),
-                      upi_double_peer(r, -1), upipe_ring_needed_by_node(r->d, mask, behind, turn + 1), behind,
+        upi_ring_move(r, now, upi_double_peer(r, 1), upi_ring_needed_by_node(r->d, mask, here, turn + 1),
+                      upi_double_peer(r, -1), upi_ring_needed_by_node(r->d, mask, behind, turn + 1), behind,
                       buf, far);
 }
 

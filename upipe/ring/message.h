@@ -1,11 +1,6 @@
-/* message.h -- blocks of K and V, and their gradients, from rank to rank of a ring        part of upipe_ring.h */
+/* message.h -- blocks of K and V, and their gradients, from rank to rank of a ring */
 #ifndef UPIPE_RING_MESSAGE_H
 #define UPIPE_RING_MESSAGE_H
-
-#include "../upipe_attend.h"
-#include "../upipe_comm.h"
-#include "../upipe_mem.h"
-#include "../upipe_sent.h"
 
 enum { UPI_RING_MESSAGES = 12 }; /* of one transfer: three tensor pairs, each sent and received */
 
@@ -61,7 +56,7 @@ UPIPE_API void upi_ring_receive(upi_ring *r, int peer, const upipe_shard *tokens
 }
 
 /* Lists K and V of a block to rank `to`, and those of rank src from rank `from` into `buf`: *next.
- *   send, receive   zero: nobody sees that block from there on (upipe_ring_needed) */
+ *   send, receive   zero: nobody sees that block from there on (upi_ring_needed) */
 UPIPE_API void upi_ring_move(upi_ring *r, const upipe_kv_block *block, int to, int send, int from,
                              int receive, int src, void *buf, upipe_kv_block *next)
 {
@@ -140,7 +135,7 @@ UPIPE_API upipe_status upi_ring_alloc_grad(upipe_ctx *c, const upi_ring *r, upi_
 {
     const upipe_buffers *b = &r->a->plan->buffers;
     void *data;
-    UPIPE_TRY(upipe_alloc(c, &data, b->dk + b->dv, UPIPE_USE_GRAD, "ring_grad"));
+    UPIPE_TRY(upipe_alloc(c, &data, b->dk + b->dv, UPIPE_USE_ACT_GRAD, "ring_grad"));
     g->k = (float *)data;
     g->v = g->k + b->dk / 4;
     return UPIPE_OK;

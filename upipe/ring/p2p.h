@@ -1,4 +1,4 @@
-/* p2p.h -- the P2P ring: K and V are sent round, their gradients follow one step behind        part of upipe_ring.h
+/* p2p.h -- the P2P ring: K and V are sent round, their gradients follow one step behind
  *
  *     step 0      attend own K, V             while they are sent to the rank ahead
  *     step i      attend those of rank - i    while these are sent on
@@ -9,8 +9,6 @@
 #ifndef UPIPE_RING_P2P_H
 #define UPIPE_RING_P2P_H
 
-#include "message.h"
-
 UPIPE_API int upi_turn_place(const upi_ring *r, int ahead)
 {
     return ((r->place + ahead) % r->size + r->size) % r->size;
@@ -19,7 +17,7 @@ UPIPE_API int upi_turn_place(const upi_ring *r, int ahead)
 /* Whether the block that began at this place still goes on to the rank `step` places ahead of it. */
 UPIPE_API int upi_turn_needed(const upi_ring *r, int place, int step)
 {
-    return upipe_ring_needed(r->d, &r->a->mask, r->blocks + place, r->first, r->size, place, step);
+    return upi_ring_needed(r->d, &r->a->mask, r->blocks + place, r->first, r->size, place, step);
 }
 
 /* Lists K and V of step i: `now` to the rank ahead, *next from the rank behind. */

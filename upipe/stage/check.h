@@ -1,34 +1,30 @@
 /* check.h -- what a pass checks before it sends: this rank's arguments, and agreement of all ranks
- *                                                                                 part of upipe_stage.h
+ *                                                                                 part of upipe_layer.h
  */
 #ifndef UPIPE_STAGE_CHECK_H
 #define UPIPE_STAGE_CHECK_H
 
-#include "../upipe_agree.h"
-#include "../upipe_check.h"
-#include "types.h"
-
 /* Compares a call with its forward; that one records what it is given.
  *   f   what ranks compare; NULL: a projection of the results, which reads none of it, and all weights
  */
-UPIPE_API upipe_status upi_stage_given(upipe_ctx *c, const upipe_layer *l, const upipe_fields *f,
+UPIPE_API upipe_status upi_stage_given(upipe_ctx *c, const upipe_layer *l, const upi_fields *f,
                                        upipe_given *given)
 {
-    const upipe_weight weights[] = {{"wq", l->wq},
-                                    {"wk", l->wk},
-                                    {"wv", l->wv},
-                                    {"bq", l->bq},
-                                    {"bk", l->bk},
-                                    {"bv", l->bv},
-                                    {"q_norm_weight", l->q_norm_weight},
-                                    {"k_norm_weight", l->k_norm_weight},
-                                    {"sinks", l->mask.sinks},
-                                    {"wo", l->wo},
-                                    {"wg", l->wg},
-                                    {"bo", l->bo}};
+    const upi_weight weights[] = {{"wq", l->wq},
+                                  {"wk", l->wk},
+                                  {"wv", l->wv},
+                                  {"bq", l->bq},
+                                  {"bk", l->bk},
+                                  {"bv", l->bv},
+                                  {"q_norm_weight", l->q_norm_weight},
+                                  {"k_norm_weight", l->k_norm_weight},
+                                  {"sinks", l->mask.sinks},
+                                  {"wo", l->wo},
+                                  {"wg", l->wg},
+                                  {"bo", l->bo}};
     enum { ALL = sizeof weights / sizeof *weights, PROJECTION = 3 };
     const int n = f == NULL || given->plan == 0 ? ALL : ALL - PROJECTION;
-    return upipe_given_same(&c->err, given, l->plan->seal, l->id, f, weights, n);
+    return upi_given_same(&c->err, given, l->plan->seal, l->id, f, weights, n);
 }
 
 /* Compares the block with all ranks: everything but the data and the rows of a tile, which each rank may
@@ -43,59 +39,59 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     const size_t pairs =
         l->rope_rates != NULL ? (size_t)(l->rope_dims > 0 ? l->rope_dims : d->head_dim) / 2 : 0;
     const uint64_t rates = upipe_hash_bytes(UPIPE_HASH, l->rope_rates, pairs * sizeof *l->rope_rates);
-    upipe_fields f;
+    upi_fields f;
     f.n = 0;
     if (!l->mask.padded)
         UPIPE_TRY(
-            upipe_borders_cover(&c->err, &l->mask.borders, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
-    upipe_field_int(&f, "tokens", d->tokens);
-    upipe_field_int(&f, "tokens of all segments", tokens);
-    upipe_field_int(&f, "segments", segments);
-    upipe_field_int(&f, "from x (0: Q, K, V of the host's own)", l->wq != NULL);
-    upipe_field_int(&f, "batch", d->batch);
-    upipe_field_int(&f, "model_dim", d->model_dim);
-    upipe_field_int(&f, "heads", d->heads);
-    upipe_field_int(&f, "kv_heads", d->kv_heads);
-    upipe_field_int(&f, "head_dim", d->head_dim);
-    upipe_field_int(&f, "chunk", d->chunk);
-    upipe_field_int(&f, "naive", d->naive != 0);
-    upipe_field_int(&f, "dtype (0 f32, 1 bf16)", (int64_t)d->dtype);
-    upipe_field_int(&f, "v_dim", d->v_dim);
-    upipe_field_int(&f, "ring", d->ring);
-    upipe_field_int(&f, "ring_inner", d->ring_inner);
-    upipe_field_int(&f, "ring_mode (1 p2p, 2 all-gather)", (int64_t)d->ring_mode);
-    upipe_field_int(&f, "ring_prefetch", d->ring_prefetch != 0);
-    upipe_field_int(&f, "overlap", d->overlap != 0);
-    upipe_field_int(&f, "layout (0 contiguous, 1 zigzag, 2 striped)", (int64_t)d->layout);
-    upipe_field_int(&f, "causal", l->mask.causal != 0);
-    upipe_field_int(&f, "window", l->mask.window);
-    upipe_field_int(&f, "sinks", l->mask.sinks != NULL);
-    upipe_field_int(&f, "cu_seqlens_n", l->mask.borders.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&l->mask.borders) >> 1));
-    upipe_field_real(&f, "softcap", l->mask.softcap);
-    upipe_field_int(&f, "biases and norm (1 bq, 2 bk, 4 bv, 8 qk_norm)",
-                    (l->bq != NULL) + 2 * (l->bk != NULL) + 4 * (l->bv != NULL) +
-                        8 * (l->q_norm_weight != NULL));
-    upipe_field_int(&f, "attn_reads_o of the compute table", c->ops->attn_reads_o != 0);
-    upipe_field_int(&f, "rope_interleaved", l->rope_interleaved != 0);
-    upipe_field_int(&f, "rope_dims", l->rope_dims);
-    upipe_field_int(&f, "rope_rates (hash)", (int64_t)(rates >> 1));
-    upipe_field_real(&f, "rope_factor", l->rope_factor);
-    upipe_field_real(&f, "scale", l->scale);
-    upipe_field_real(&f, "norm_eps", l->norm_eps);
-    upipe_field_real(&f, "rope_theta", l->rope_theta);
+            upi_borders_cover(&c->err, &l->mask.borders, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
+    upi_field_int(&f, "tokens", d->tokens);
+    upi_field_int(&f, "tokens of all segments", tokens);
+    upi_field_int(&f, "segments", segments);
+    upi_field_int(&f, "from x (0: Q, K, V of the host's own)", l->wq != NULL);
+    upi_field_int(&f, "batch", d->batch);
+    upi_field_int(&f, "model_dim", d->model_dim);
+    upi_field_int(&f, "heads", d->heads);
+    upi_field_int(&f, "kv_heads", d->kv_heads);
+    upi_field_int(&f, "head_dim", d->head_dim);
+    upi_field_int(&f, "chunk", d->chunk);
+    upi_field_int(&f, "naive", d->naive != 0);
+    upi_field_int(&f, "dtype (0 f32, 1 bf16)", (int64_t)d->dtype);
+    upi_field_int(&f, "v_dim", d->v_dim);
+    upi_field_int(&f, "ring", d->ring);
+    upi_field_int(&f, "ring_inner", d->ring_inner);
+    upi_field_int(&f, "ring_mode (1 p2p, 2 all-gather)", (int64_t)d->ring_mode);
+    upi_field_int(&f, "ring_prefetch", d->ring_prefetch != 0);
+    upi_field_int(&f, "overlap", d->overlap != 0);
+    upi_field_int(&f, "layout (0 contiguous, 1 zigzag, 2 striped)", (int64_t)d->layout);
+    upi_field_int(&f, "causal", l->mask.causal != 0);
+    upi_field_int(&f, "window", l->mask.window);
+    upi_field_int(&f, "sinks", l->mask.sinks != NULL);
+    upi_field_int(&f, "cu_seqlens_n", l->mask.borders.cu_seqlens_n);
+    upi_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_borders_hash(&l->mask.borders) >> 1));
+    upi_field_real(&f, "softcap", l->mask.softcap);
+    upi_field_int(&f, "biases and norm (1 bq, 2 bk, 4 bv, 8 qk_norm)",
+                  (l->bq != NULL) + 2 * (l->bk != NULL) + 4 * (l->bv != NULL) +
+                      8 * (l->q_norm_weight != NULL));
+    upi_field_int(&f, "attn_reads_o of the compute table", c->ops->attn_reads_o != 0);
+    upi_field_int(&f, "rope_interleaved", l->rope_interleaved != 0);
+    upi_field_int(&f, "rope_dims", l->rope_dims);
+    upi_field_int(&f, "rope_rates (hash)", (int64_t)(rates >> 1));
+    upi_field_real(&f, "rope_factor", l->rope_factor);
+    upi_field_real(&f, "scale", l->scale);
+    upi_field_real(&f, "norm_eps", l->norm_eps);
+    upi_field_real(&f, "rope_theta", l->rope_theta);
     UPIPE_TRY(upi_stage_given(c, l, &f, given));
-    UPIPE_TRY(upipe_comm_agree(c, c->team, &f));
-    return d->ring > 1 ? upipe_comm_agree(c, c->ring, &f) : UPIPE_OK;
+    UPIPE_TRY(upi_agree(c, c->team, &f));
+    return d->ring > 1 ? upi_agree(c, c->ring, &f) : UPIPE_OK;
 }
 
 /* x, or another matrix of its shape: [rows][1][D] of the plan's type. */
 UPIPE_API upipe_status upi_check_rows(upipe_ctx *c, const upipe_plan *p, const char *name, upipe_view x)
 {
-    const int same = upipe_enum_number(&x.dtype, sizeof x.dtype) == (int)p->desc.dtype;
+    const int same = upi_enum_number(&x.dtype, sizeof x.dtype) == (int)p->desc.dtype;
     if (x.n == p->rows && x.h == 1 && x.d == p->desc.model_dim && same) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
-                      name, upipe_dtype_name_of(&x.dtype), (long long)x.n, x.h, x.d,
+                      name, upi_dtype_name_of(&x.dtype), (long long)x.n, x.h, x.d,
                       upipe_dtype_name(p->desc.dtype), (long long)p->rows, (long long)p->desc.model_dim);
 }
 
@@ -109,14 +105,14 @@ UPIPE_API upipe_status upi_check_stages(upipe_ctx *c, const upipe_layer *l)
         c, l->plan, UPI_PLAN_WHOLE | UPI_PLAN_TEAM | (d->ring > 1 || c->ring != NULL ? UPI_PLAN_RING : 0)));
     if (l->plan->overlap && c->side_stream == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "stages are to overlap, but ctx->side_stream is NULL");
-    UPIPE_TRY(upipe_attn_check_dims(c, d->head_dim, d->v_dim));
+    UPIPE_TRY(upi_attn_check_dims(c, d->head_dim, d->v_dim));
     memset(&a, 0, sizeof a);
     a.mask = l->mask;
     a.scale = l->scale;
     a.q.d = d->head_dim;
     a.v.d = d->v_dim;
-    UPIPE_TRY(upipe_attn_check_masks(c, &a));
-    return upipe_attn_check_can(c, &a, d->ring > 1);
+    UPIPE_TRY(upi_attn_check_masks(c, &a));
+    return upi_attn_check_can(c, &a, d->ring > 1);
 }
 
 /* Checks slots and y, or dy, of an output projection. */
@@ -127,7 +123,7 @@ UPIPE_API upipe_status upi_check_out(upipe_ctx *c, const upipe_layer *l, upipe_v
     if (l->wo == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wo is NULL");
     if (save == NULL || save->given.plan == 0)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "save is NULL, or not there any more (consumed?)");
-    UPIPE_TRY(upipe_slots_check(c, l->plan, &save->out, "final_out"));
+    UPIPE_TRY(upi_slots_check(c, l->plan, &save->out, "final_out"));
     if (save->lse == NULL || save->delta != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "final_out is consumed already: its slots hold a gradient");
     UPIPE_TRY(upi_check_rows(c, l->plan, "y", y));
@@ -163,7 +159,7 @@ UPIPE_API upipe_status upi_check_layer(upipe_ctx *c, const upipe_layer *l, upipe
     rope.rates = l->rope_rates;
     rope.factor = l->rope_factor;
     rope.dims = l->rope_dims;
-    return upipe_check_rope(c, &rope);
+    return upi_check_rope(c, &rope);
 }
 
 /* Checks the gradients that a backward is asked for, and those that it is given in slots.
@@ -176,11 +172,11 @@ UPIPE_API upipe_status upi_check_grads(upipe_ctx *c, const upipe_layer *l, const
     static const char *const names[] = {"bq", "bk", "bv", "bo", "wg"};
     int i;
     if (save != NULL) {
-        UPIPE_TRY(upipe_slots_check(c, l->plan, dout, "dout"));
+        UPIPE_TRY(upi_slots_check(c, l->plan, dout, "dout"));
         if (save->delta == NULL && dout->data == save->out.data)
             return upipe_fail(&c->err, UPIPE_ERR_ARG,
                               "dout is final_out, not its gradient: upipe_layer_out_bwd was not called");
-        if (save->delta == NULL) UPIPE_TRY(upipe_slots_check(c, l->plan, &save->out, "final_out"));
+        if (save->delta == NULL) UPIPE_TRY(upi_slots_check(c, l->plan, &save->out, "final_out"));
     }
     if (grads == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "grads is NULL");
     if (l->q_norm_weight == NULL && (grads->q_norm_weight != NULL || grads->k_norm_weight != NULL))

@@ -1,4 +1,4 @@
-/* kv_grad.h -- the owner of dK' and dV', and of dK and dV until dX is formed        part of upipe_stage.h
+/* kv_grad.h -- the owner of dK' and dV', and of dK and dV until dX is formed
  *
  * The stages of a round add to dK' and dV' in f32. After the last one they are sent back to the ranks of
  * their tokens, where dWk and dWv are formed, and kept until dX is formed:
@@ -10,15 +10,13 @@
 #ifndef UPIPE_STAGE_KV_GRAD_H
 #define UPIPE_STAGE_KV_GRAD_H
 
-#include "kv.h"
-
 /* Sums that continue over all stages, allocated before the first one. */
-UPIPE_API upipe_status upi_kv_grad_sums(upipe_ctx *c, upipe_pass *f)
+UPIPE_API upipe_status upi_kv_grad_sums(upipe_ctx *c, upi_pass *f)
 {
     const upipe_buffers *b = &f->plan->buffers;
     const size_t e = upipe_dtype_bytes(f->plan->desc.dtype), dk = b->token_dk / e * 4,
                  dv = b->token_dv / e * 4;
-    upipe_kv_pair *sum = &f->dkv_tokens;
+    upi_kv_pair *sum = &f->dkv_tokens;
     UPIPE_TRY(upipe_alloc(c, &sum->k, dk, UPIPE_USE_DK, "dk"));
     UPIPE_TRY(upipe_alloc(c, &sum->v, dv, UPIPE_USE_DV, "dv"));
     UPIPE_TRY(c->ops->zero(c, sum->k, dk));
@@ -27,14 +25,14 @@ UPIPE_API upipe_status upi_kv_grad_sums(upipe_ctx *c, upipe_pass *f)
 
 /* dK' and dV' that stage i adds to: zero where its K' and V' are new. Ranks without common rounds use one pair of
  * buffers in all stages. */
-UPIPE_API upipe_status upi_kv_grad_load(upipe_ctx *c, upipe_pass *f, int i, upipe_kv_pair *out)
+UPIPE_API upipe_status upi_kv_grad_load(upipe_ctx *c, upi_pass *f, int i, upi_kv_pair *out)
 {
     const upipe_plan *p = f->plan;
     const upipe_buffers *b = &p->buffers;
     const size_t dk = p->kv_gathered ? b->all_dk : b->dk, dv = p->kv_gathered ? b->all_dv : b->dv;
     if (i == 0 && p->kv_grads_accumulate) UPIPE_TRY(upi_kv_grad_sums(c, f));
     if (p->kv_rounds_shared ? upipe_plan_stage(p, i).kv_fresh : i == 0)
-        UPIPE_TRY(upi_kv_alloc(c, &f->dkv, dk, dv, UPIPE_USE_GRAD));
+        UPIPE_TRY(upi_kv_alloc(c, &f->dkv, dk, dv, UPIPE_USE_ACT_GRAD));
     if (upipe_plan_kv_fresh(p, i, c->team->rank)) {
         UPIPE_TRY(c->ops->zero(c, f->dkv.k, dk));
         UPIPE_TRY(c->ops->zero(c, f->dkv.v, dv));
@@ -47,7 +45,7 @@ UPIPE_API upipe_status upi_kv_grad_load(upipe_ctx *c, upipe_pass *f, int i, upip
  *   sum      [Hkv][batch][T][dim]: =, or f32 and += where sums continue over stages
  *   partial  f32 [rank][batch][T][n][dim], scratch
  */
-UPIPE_API upipe_status upi_kv_grad_sum(upipe_ctx *c, const upipe_pass *f, int stage, upipe_proj which,
+UPIPE_API upipe_status upi_kv_grad_sum(upipe_ctx *c, const upi_pass *f, int stage, upi_proj which,
                                        const void *grad, void *sum, void *partial)
 {
     const upipe_plan *p = f->plan;
@@ -87,7 +85,7 @@ UPIPE_API upipe_status upi_kv_grad_sum(upipe_ctx *c, const upipe_pass *f, int st
  *   buf     of upipe_buffers.kv_grad bytes: as `partial` of upi_kv_grad_sum; own heads: for grad in the storage type,
  *           NULL where that is f32
  */
-UPIPE_API upipe_status upi_kv_grad_to_tokens(upipe_ctx *c, const upipe_pass *f, int stage, upipe_proj which,
+UPIPE_API upipe_status upi_kv_grad_to_tokens(upipe_ctx *c, const upi_pass *f, int stage, upi_proj which,
                                              const void *grad, void *tokens, void *buf)
 {
     const upipe_plan *p = f->plan;
@@ -102,44 +100,44 @@ UPIPE_API upipe_status upi_kv_grad_to_tokens(upipe_ctx *c, const upipe_pass *f, 
 }
 
 /* In an all-gather ring: *own = the sums over its ranks, for this rank's tokens. */
-UPIPE_API upipe_status upi_kv_grad_reduce(upipe_ctx *c, const upipe_pass *f, int stage,
-                                          const upipe_kv_pair *all, upipe_kv_pair *own)
+UPIPE_API upipe_status upi_kv_grad_reduce(upipe_ctx *c, const upi_pass *f, int stage, const upi_kv_pair *all,
+                                          upi_kv_pair *own)
 {
     const upipe_plan *p = f->plan;
     const upipe_buffers *b = &p->buffers;
     const int heads = upipe_plan_part(p, UPIPE_A2A_DKV, stage, c->team->rank).count;
     void *partial;
-    UPIPE_TRY(upi_kv_alloc(c, own, b->dk, b->dv, UPIPE_USE_GRAD));
-    UPIPE_TRY(upipe_alloc(c, &partial, (size_t)p->desc.ring * upipe_max_bytes(b->dk, b->dv), UPIPE_USE_GRAD,
-                          "ring_partial"));
+    UPIPE_TRY(upi_kv_alloc(c, own, b->dk, b->dv, UPIPE_USE_ACT_GRAD));
+    UPIPE_TRY(upipe_alloc(c, &partial, (size_t)p->desc.ring * upipe_max_bytes(b->dk, b->dv),
+                          UPIPE_USE_ACT_GRAD, "ring_partial"));
     if (heads > 0) {
-        UPIPE_TRY(upipe_ring_reduce_scatter(c, p, heads, p->desc.head_dim, (float *)own->k,
-                                            (const float *)all->k, (float *)partial));
-        UPIPE_TRY(upipe_ring_reduce_scatter(c, p, heads, p->desc.v_dim, (float *)own->v,
-                                            (const float *)all->v, (float *)partial));
+        UPIPE_TRY(upi_ring_reduce_scatter(c, p, heads, p->desc.head_dim, (float *)own->k,
+                                          (const float *)all->k, (float *)partial));
+        UPIPE_TRY(upi_ring_reduce_scatter(c, p, heads, p->desc.v_dim, (float *)own->v, (const float *)all->v,
+                                          (float *)partial));
     }
     return upipe_free(c, partial);
 }
 
 /* dK or dV of a round at its tokens. */
-UPIPE_API void *upi_kv_grad_at(const upipe_ctx *c, const upipe_pass *f, upipe_proj which, int round)
+UPIPE_API void *upi_kv_grad_at(const upipe_ctx *c, const upi_pass *f, upi_proj which, int round)
 {
-    void *at = which == UPIPE_PROJ_K ? f->dkv_tokens.k : f->dkv_tokens.v;
+    void *at = which == UPI_PROJ_K ? f->dkv_tokens.k : f->dkv_tokens.v;
     int n;
-    for (n = f->dkv_rounds[which] - 1; at != NULL && n > round; --n) at = *upipe_mem_link(c->mem, at);
+    for (n = f->dkv_rounds[which] - 1; at != NULL && n > round; --n) at = *upi_mem_link(c->mem, at);
     return at;
 }
 
 /* Allocates that of the next round. */
-UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upipe_pass *f, upipe_proj which, void **tokens)
+UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upi_pass *f, upi_proj which, void **tokens)
 {
     const upipe_buffers *b = &f->plan->buffers;
-    const int is_k = which == UPIPE_PROJ_K;
+    const int is_k = which == UPI_PROJ_K;
     void **latest = is_k ? &f->dkv_tokens.k : &f->dkv_tokens.v;
     UPIPE_TRY(upipe_alloc(c, tokens, is_k ? b->token_dk : b->token_dv, is_k ? UPIPE_USE_DK : UPIPE_USE_DV,
                           is_k ? "dk" : "dv"));
     if (*tokens == NULL) return UPIPE_OK; /* a rank without tokens */
-    *upipe_mem_link(c->mem, *tokens) = *latest;
+    *upi_mem_link(c->mem, *tokens) = *latest;
     *latest = *tokens;
     ++f->dkv_rounds[which];
     return UPIPE_OK;
@@ -147,11 +145,11 @@ UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upipe_pass *f, upipe_proj
 
 /* After a round's last stage i: sends dK' and dV' to the ranks of their tokens, and forms dWk and dWv unless
  * the sums continue. */
-UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upipe_pass *f, int i, upipe_kv_pair *round)
+UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upi_pass *f, int i, upi_kv_pair *round)
 {
     const upipe_plan *p = f->plan;
     const int stage = i + p->width - 1;
-    upipe_kv_pair own = *round;
+    upi_kv_pair own = *round;
     void *grads[2], *tokens[2], *buf;
     int k;
     if (!upipe_plan_stage(p, stage).kv_last) return UPIPE_OK;
@@ -161,9 +159,9 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upipe_pass *f, int i, upi
     }
     grads[0] = own.k;
     grads[1] = own.v;
-    UPIPE_TRY(upipe_alloc(c, &buf, p->buffers.kv_grad, UPIPE_USE_GRAD, "kv_grad"));
+    UPIPE_TRY(upipe_alloc(c, &buf, p->buffers.kv_grad, UPIPE_USE_ACT_GRAD, "kv_grad"));
     for (k = 0; k < 2; ++k) {
-        const upipe_proj which = k == 0 ? UPIPE_PROJ_K : UPIPE_PROJ_V;
+        const upi_proj which = k == 0 ? UPI_PROJ_K : UPI_PROJ_V;
         if (p->kv_grads_accumulate)
             tokens[k] = upi_kv_grad_at(c, f, which, 0);
         else
@@ -174,16 +172,16 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upipe_pass *f, int i, upi
     UPIPE_TRY(upipe_free(c, buf));
     if (!p->kv_rounds_shared && p->kv_gathered) UPIPE_TRY(upi_kv_free(c, &own));
     if (p->kv_grads_accumulate) return UPIPE_OK; /* complete after the last stage: upi_kv_grad_end */
-    UPIPE_TRY(upi_stage_grad(c, f, UPIPE_PROJ_K, stage - p->steps + 1, tokens[0]));
-    return upi_stage_grad(c, f, UPIPE_PROJ_V, stage - p->steps + 1, tokens[1]);
+    UPIPE_TRY(upi_stage_grad(c, f, UPI_PROJ_K, stage - p->steps + 1, tokens[0]));
+    return upi_stage_grad(c, f, UPI_PROJ_V, stage - p->steps + 1, tokens[1]);
 }
 
 /* Casts sums over stages to the storage type: *sum becomes a new block. */
-UPIPE_API upipe_status upi_kv_grad_narrow(upipe_ctx *c, const upipe_pass *f, upipe_proj which, void **sum)
+UPIPE_API upipe_status upi_kv_grad_narrow(upipe_ctx *c, const upi_pass *f, upi_proj which, void **sum)
 {
     const upipe_plan *p = f->plan;
     const int64_t n = p->rows * p->desc.kv_heads;
-    const int is_k = which == UPIPE_PROJ_K;
+    const int is_k = which == UPI_PROJ_K;
     void *narrow;
     if (p->desc.dtype == UPIPE_F32) return UPIPE_OK;
     UPIPE_TRY(upipe_alloc(c, &narrow, is_k ? p->buffers.token_dk : p->buffers.token_dv,
@@ -197,25 +195,25 @@ UPIPE_API upipe_status upi_kv_grad_narrow(upipe_ctx *c, const upipe_pass *f, upi
 
 /* After the last stage, where sums have continued over stages: dWk and dWv. Ranks without common rounds are among them:
  * their one pair of dK' and dV' is freed. */
-UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, upipe_pass *f)
+UPIPE_API upipe_status upi_kv_grad_end(upipe_ctx *c, upi_pass *f)
 {
-    const upipe_head_run all = upipe_head_run_all_kv(f->plan);
-    upipe_kv_pair *sum = &f->dkv_tokens;
+    const upi_head_run all = upi_head_run_all_kv(f->plan);
+    upi_kv_pair *sum = &f->dkv_tokens;
     if (!f->plan->kv_rounds_shared) UPIPE_TRY(upi_kv_free(c, &f->dkv));
-    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_K, &sum->k));
-    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPIPE_PROJ_V, &sum->v));
-    UPIPE_TRY(f->grad(c, f, UPIPE_PROJ_K, all, sum->k));
-    return f->grad(c, f, UPIPE_PROJ_V, all, sum->v);
+    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPI_PROJ_K, &sum->k));
+    UPIPE_TRY(upi_kv_grad_narrow(c, f, UPI_PROJ_V, &sum->v));
+    UPIPE_TRY(f->grad(c, f, UPI_PROJ_K, all, sum->k));
+    return f->grad(c, f, UPI_PROJ_V, all, sum->v);
 }
 
 /* Frees dK and dV that are not read any more. */
-UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, upipe_pass *f)
+UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, upi_pass *f)
 {
     void **const latest[] = {&f->dkv_tokens.v, &f->dkv_tokens.k};
     int i;
     for (i = 0; i < 2; ++i)
         while (*latest[i] != NULL) {
-            void *before = *upipe_mem_link(c->mem, *latest[i]);
+            void *before = *upi_mem_link(c->mem, *latest[i]);
             UPIPE_TRY(upipe_free(c, *latest[i]));
             *latest[i] = before;
         }
@@ -223,7 +221,7 @@ UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, upipe_pass *f)
 }
 
 /* dK or dV of the neighbouring heads from `head` on that are contiguous: a matrix [rows][n * dim]. */
-UPIPE_API upipe_view upi_kv_grad_matrix(const upipe_ctx *c, const upipe_pass *f, int head, upipe_proj which)
+UPIPE_API upipe_view upi_kv_grad_matrix(const upipe_ctx *c, const upi_pass *f, int head, upi_proj which)
 {
     const upipe_plan *p = f->plan;
     const int n = p->kv_grads_partial ? 1 : p->kv_per_rank;

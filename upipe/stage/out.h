@@ -1,4 +1,4 @@
-/* out.h -- sums over all heads, by tiles of rows: the output projection, and dX; delta        part of upipe_stage.h
+/* out.h -- sums over all heads, by tiles of rows: the output projection, and dX; delta
  *
  * final_out is stage-major. A tile's rows of all heads are put side by side in their natural order, and are one
  * product, in which each head is one partial sum. So an element's additions, and its bits, are the same for every chunk
@@ -7,21 +7,19 @@
 #ifndef UPIPE_STAGE_OUT_H
 #define UPIPE_STAGE_OUT_H
 
-#include "kv_grad.h"
-
 /* A tile of rows and its sum, which is in f32; in place if the result is f32. */
 typedef struct upi_tile {
     void *buf, *work;    /* the f32 sum, NULL where it is in place; scratch of the products. Of all tiles */
     void *heads;         /* those that lie apart, side by side */
     upipe_view out, sum; /* [n][D]: the result's rows; in f32 */
-    upipe_tiles at;
+    upipe_mem_tiles at;
     int begun; /* the sum has its first term */
 } upi_tile;
 
 /* The next tile of `out`; 0 after the last. */
-UPIPE_API int upi_tile_next(upipe_ctx *c, const upipe_pass *f, upi_tile *t, upipe_view out)
+UPIPE_API int upi_tile_next(upipe_ctx *c, const upi_pass *f, upi_tile *t, upipe_view out)
 {
-    if (!upipe_tiles_next(c->mem, &t->at, f->plan->rows, f->tile_rows)) return 0;
+    if (!upipe_mem_tiles_next(c->mem, &t->at, f->plan->rows, f->tile_rows)) return 0;
     t->begun = 0;
     t->out = upipe_view_rows(out, t->at.row, t->at.n);
     t->sum = t->buf != NULL ? upipe_view_packed(t->buf, UPIPE_F32, t->at.n, 1, out.d) : t->out;
@@ -30,8 +28,8 @@ UPIPE_API int upi_tile_next(upipe_ctx *c, const upipe_pass *f, upi_tile *t, upip
 
 /* tile (+)= the sum over all heads of the weight, a head at a time, of head * weight. A call brings some neighbouring ones
  * of all rows, [rows][width], from `head` on; the call that brings the last ones multiplies. */
-UPIPE_API upipe_status upi_tile_add(upipe_ctx *c, const upipe_pass *f, upi_tile *t, upipe_view heads,
-                                    int head, upipe_view weight, int flags)
+UPIPE_API upipe_status upi_tile_add(upipe_ctx *c, const upi_pass *f, upi_tile *t, upipe_view heads, int head,
+                                    upipe_view weight, int flags)
 {
     const int32_t dim = (flags & UPIPE_GEMM_TRANS_B) != 0 ? weight.d : (int32_t)weight.n;
     upipe_view all = upipe_view_packed(t->heads, heads.dtype, t->at.n, weight.h, dim), to = all;
@@ -58,7 +56,7 @@ UPIPE_API upipe_view upi_out_columns(const upipe_plan *p, const void *wo, upipe_
 }
 
 /* y = O * Wo^T + bo */
-UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upipe_pass *f, upipe_view y, const upipe_slots *out)
+UPIPE_API upipe_status upi_out_fwd(upipe_ctx *c, const upi_pass *f, upipe_view y, const upipe_slots *out)
 {
     const upipe_plan *p = f->plan;
     const upipe_view wo = upi_out_columns(p, f->layer->wo, p->desc.dtype, 0, p->desc.heads);
@@ -129,7 +127,7 @@ UPIPE_API upipe_status upi_delta_all(upipe_ctx *c, const upipe_plan *p, upipe_sa
 
 /* From dy: dWo += dy^T * O, dbo += the sums of dy, delta, and dO in O's place; in slots of its own where attention
  * reads O. */
-UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upipe_pass *f, upipe_saved *save, upipe_view dy)
+UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upi_pass *f, upipe_saved *save, upipe_view dy)
 {
     const upipe_plan *p = f->plan;
     const upipe_layer *l = f->layer;
@@ -140,7 +138,8 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upipe_pass *f, upipe_save
     UPIPE_TRY(upipe_alloc(c, &delta, p->buffers.delta, UPIPE_USE_STAT, "delta"));
     save->delta = (float *)delta;
     if (c->ops->attn_reads_o) UPIPE_TRY(upipe_slots_alloc(c, p, &to, UPIPE_SLOT_FULL, "dout"));
-    UPIPE_TRY(upipe_alloc(c, &buf, upipe_plan_rows_bytes(p, p->per_rank, dim), UPIPE_USE_GRAD, "dout_block"));
+    UPIPE_TRY(
+        upipe_alloc(c, &buf, upipe_plan_rows_bytes(p, p->per_rank, dim), UPIPE_USE_ACT_GRAD, "dout_block"));
     if (f->grads->bo != NULL) UPIPE_TRY(c->ops->bias_bwd(c, f->grads->bo, dy));
     for (stage = 0; stage < p->stages; ++stage) {
         for (rank = 0; rank < p->desc.ranks; ++rank) {
@@ -166,12 +165,12 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upipe_pass *f, upipe_save
 }
 
 /* dX = dQ * Wq + dK * Wk + dV * Wv */
-UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upipe_pass *f, upipe_view dx, const upipe_slots *dq)
+UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_pass *f, upipe_view dx, const upipe_slots *dq)
 {
     const upipe_plan *p = f->plan;
     const upipe_dtype type = p->desc.dtype;
-    const upipe_head_run q = upipe_head_run_make(p->desc.heads, 1, 0, 1),
-                         kv = upipe_head_run_make(p->desc.kv_heads, 1, 0, 1);
+    const upi_head_run q = upi_head_run_make(p->desc.heads, 1, 0, 1),
+                       kv = upi_head_run_make(p->desc.kv_heads, 1, 0, 1);
     upi_tile tile;
     memset(&tile, 0, sizeof tile);
     UPIPE_TRY(upipe_alloc(c, &tile.buf, f->scratch.tile, UPIPE_USE_SCRATCH, "tile"));
@@ -182,14 +181,14 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upipe_pass *f, upipe_view 
         for (head = 0; head < p->desc.heads; head += n) {
             n = upipe_plan_q_place(p, head, &stage, &rank).count;
             UPIPE_TRY(upi_tile_add(c, f, &tile, upipe_slots_matrix(p, dq, stage, rank, p->desc.head_dim),
-                                   head, upi_weight_rows(f, f->w[UPIPE_PROJ_Q], type, q, UPIPE_PROJ_Q), 0));
+                                   head, upi_weight_rows(f, f->w[UPI_PROJ_Q], type, q, UPI_PROJ_Q), 0));
         }
-        for (which = UPIPE_PROJ_K; which <= UPIPE_PROJ_V; ++which) {
-            const upipe_view w = upi_weight_rows(f, f->w[which], type, kv, (upipe_proj)which);
+        for (which = UPI_PROJ_K; which <= UPI_PROJ_V; ++which) {
+            const upipe_view w = upi_weight_rows(f, f->w[which], type, kv, (upi_proj)which);
             for (head = 0; head < p->desc.kv_heads; head += n) {
                 n = p->kv_grads_partial ? 1 : p->kv_per_rank;
                 UPIPE_TRY(
-                    upi_tile_add(c, f, &tile, upi_kv_grad_matrix(c, f, head, (upipe_proj)which), head, w, 0));
+                    upi_tile_add(c, f, &tile, upi_kv_grad_matrix(c, f, head, (upi_proj)which), head, w, 0));
             }
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, tile.out, tile.sum));

@@ -1,12 +1,10 @@
-/* scratch.h -- the block's products and the scratch of all its calls        part of upipe_stage.h */
+/* scratch.h -- the block's products and the scratch of all its calls */
 #ifndef UPIPE_STAGE_SCRATCH_H
 #define UPIPE_STAGE_SCRATCH_H
 
-#include "types.h"
-
 /* The rows of a weight that make these heads, as a batch of matrices [each * dim][D]. */
-UPIPE_API upipe_view upi_weight_rows(const upipe_pass *f, const void *w, upipe_dtype dtype, upipe_head_run h,
-                                     upipe_proj which)
+UPIPE_API upipe_view upi_weight_rows(const upi_pass *f, const void *w, upipe_dtype dtype, upi_head_run h,
+                                     upi_proj which)
 {
     int64_t dim = f->plan->desc.model_dim, head = f->dim[which] * dim;
     void *at = (char *)(uintptr_t)w + (size_t)(h.first * head) * upipe_dtype_bytes(dtype);
@@ -15,32 +13,31 @@ UPIPE_API upipe_view upi_weight_rows(const upipe_pass *f, const void *w, upipe_d
 }
 
 /* The largest scratch of a weight's products: with x, for its gradient, and of all heads with a tile for dX. */
-UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upipe_pass *f, upipe_proj which,
-                                     upipe_head_run h)
+UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upi_pass *f, upi_proj which, upi_head_run h)
 {
     const upipe_plan *p = f->plan;
     const upipe_dtype t = p->desc.dtype;
     const int by_tokens = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE;
     const int32_t model = (int32_t)p->desc.model_dim;
-    const int all = which == UPIPE_PROJ_Q ? p->desc.heads : p->desc.kv_heads;
+    const int all = which == UPI_PROJ_Q ? p->desc.heads : p->desc.kv_heads;
     float none[1];
     upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model), block, grad, w, cols, sum;
     size_t most;
     h.offset = h.first = 0;
-    block = upipe_head_run_matrix(p, NULL, h, f->dim[which]);
+    block = upi_head_run_matrix(p, NULL, h, f->dim[which]);
     grad = upi_weight_rows(f, none, UPIPE_F32, h, which);
     w = upi_weight_rows(f, none, t, h, which);
     cols = upipe_view_packed(NULL, t, f->tile_rows, all, f->dim[which]);
     sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, model);
     most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, grad, block, x, by_tokens));
-    w = upi_weight_rows(f, none, t, upipe_head_run_make(all, 1, 0, 1), which);
+    w = upi_weight_rows(f, none, t, upi_head_run_make(all, 1, 0, 1), which);
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, 0));
     return upipe_max_bytes(most, ops->gemm_bytes(ops, sum, cols, w, UPIPE_GEMM_ACCUMULATE));
 }
 
 /* The largest scratch of the output projection's products with the heads of one stage and rank, and of a tile's with all. */
-UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_pass *f, int heads)
+UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upi_pass *f, int heads)
 {
     const upipe_plan *p = f->plan;
     const upipe_dtype t = p->desc.dtype;
@@ -64,29 +61,29 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upipe_pass *f, int 
  * afterwards, where the scratch that this saves is more than what the send buffer grows by.
  *   merge   1: a row attends its keys in several calls, as in a ring and in segments
  */
-UPIPE_API void upi_scratch_add(const upipe_ops *ops, upipe_pass *f, int merge)
+UPIPE_API void upi_scratch_add(const upipe_ops *ops, upi_pass *f, int merge)
 {
     const upipe_plan *p = f->plan;
     const upipe_layer *l = f->layer;
     const upipe_buffers *b = &p->buffers;
     const size_t dq_sum = b->q / upipe_dtype_bytes(p->desc.dtype) * 4;
-    upipe_scratch s = f->scratch;
+    upi_scratch s = f->scratch;
     size_t adding = 0;
-    upipe_head_run h;
+    upi_head_run h;
     int stage, rank;
     if (p->kv_grads_accumulate) { /* all heads of K, then of V, are complete at once */
-        h = upipe_head_run_all_kv(p);
-        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_K, h));
-        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_V, h));
+        h = upi_head_run_all_kv(p);
+        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPI_PROJ_K, h));
+        s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPI_PROJ_V, h));
     }
     for (stage = 0; stage < p->stages; ++stage) {
-        for (rank = 0; upipe_head_run_next(p, UPIPE_A2A_Q, stage, &rank, &h);) {
-            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_Q, h));
+        for (rank = 0; upi_head_run_next(p, UPIPE_A2A_Q, stage, &rank, &h);) {
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPI_PROJ_Q, h));
             if (l->wo != NULL) s.gemm = upipe_max_bytes(s.gemm, upi_out_scratch(ops, f, h.heads));
         }
-        for (rank = 0; upipe_head_run_next(p, UPIPE_A2A_KV, stage, &rank, &h);) {
-            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_K, h));
-            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPIPE_PROJ_V, h));
+        for (rank = 0; upi_head_run_next(p, UPIPE_A2A_KV, stage, &rank, &h);) {
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPI_PROJ_K, h));
+            s.gemm = upipe_max_bytes(s.gemm, upi_product_scratch(ops, f, UPI_PROJ_V, h));
         }
         s.attn_fwd =
             upipe_max_bytes(s.attn_fwd, upipe_attend_bytes(ops, p, &l->mask, l->scale, stage, merge, 0));
@@ -111,7 +108,7 @@ UPIPE_API void upi_scratch_add(const upipe_ops *ops, upipe_pass *f, int merge)
 
 /* ---- products ---- */
 
-UPIPE_API upipe_status upi_gemm(upipe_ctx *c, const upipe_pass *f, upipe_view out, upipe_view a, upipe_view b,
+UPIPE_API upipe_status upi_gemm(upipe_ctx *c, const upi_pass *f, upipe_view out, upipe_view a, upipe_view b,
                                 int flags)
 {
     void *work;

@@ -28,7 +28,7 @@
 #ifndef LLAMA_DATA_H
 #define LLAMA_DATA_H
 
-#include "../../../upipe/upipe_shard.h"
+#include "../../../upipe/upipe_plan.h"
 #include "documents.h"
 
 enum { DATA_IGNORE = -1 };

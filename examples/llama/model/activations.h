@@ -184,7 +184,7 @@ typedef struct activations_tiles {
     upipe_view x,
         tile;        /* the tensor; rows of it from at.row on, in the rank's own pool: none after the last */
     upipe_view into; /* buffers, or the tensor to be filled; data NULL in place */
-    upipe_tiles at;
+    upipe_mem_tiles at;
     int64_t rows;  /* of a tile at most */
     int64_t ahead; /* rows copied so far */
     int owned;     /* into is a block that activations_tiles_end frees */
@@ -204,7 +204,7 @@ static inline upipe_status activations_tiles_ahead(activations *a, upipe_ctx *c,
 /* Goes on to the next tile. */
 static inline upipe_status activations_tiles_next(activations *a, upipe_ctx *c, activations_tiles *t)
 {
-    const int64_t n = upipe_tiles_next(c->mem, &t->at, t->x.n, t->rows) ? t->at.n : 0;
+    const int64_t n = upipe_mem_tiles_next(c->mem, &t->at, t->x.n, t->rows) ? t->at.n : 0;
     t->tile = upipe_view_rows(t->x, n > 0 ? t->at.row : 0, n);
     if (t->into.data == NULL || n == 0) return UPIPE_OK;
     t->tile.data = upipe_view_rows(t->into, t->at.row % t->into.n, n).data;

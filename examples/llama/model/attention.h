@@ -41,7 +41,7 @@ struct attention {
     upipe_fpdt_saved offloaded; /* of segments, in the second pool */
     size_t segment_bytes;       /* of the result of one of them */
     upipe_linear_layer linear;
-    upipe_linear_saved linear_saved;
+    upipe_linear_layer_saved linear_saved;
     /* A gradient of normed, that of the gate or of a linear layer, until normed is not read any more */
     upipe_view dx;
 };
@@ -92,13 +92,13 @@ static inline upipe_status attention_whole_free(attention *a, int kept)
 static inline upipe_status attention_gated_out(attention *a, int part, upipe_view *y)
 {
     (void)part; /* it is the only one */
-    return upipe_gated_out_fwd(a->r->c, &a->f.layer, *y, &a->saved, a->x);
+    return upipe_layer_gated_out_fwd(a->r->c, &a->f.layer, *y, &a->saved, a->x);
 }
 
 static inline upipe_status attention_gated_out_bwd(attention *a, const upipe_grads *grads, upipe_view g)
 {
     UPIPE_TRY(model_alloc(a->r, &a->dx, UPIPE_USE_OTHER, "attended"));
-    return upipe_gated_out_bwd(a->r->c, &a->f.layer, grads, &a->saved, a->dx, g, a->x);
+    return upipe_layer_gated_out_bwd(a->r->c, &a->f.layer, grads, &a->saved, a->dx, g, a->x);
 }
 
 static inline upipe_status attention_gated_bwd(attention *a, const upipe_grads *grads, upipe_view x)
@@ -228,7 +228,7 @@ static inline upipe_status attention_linear_fwd(attention *a, upipe_view x)
 
 static inline upipe_status attention_linear_keep(attention *a)
 {
-    const upipe_linear_saved *s = &a->linear_saved;
+    const upipe_linear_layer_saved *s = &a->linear_saved;
     a->r->kept.layer[a->at].given = s->given;
     return activations_keep_out(&a->r->kept, a->r->c, a->at, s->o, attention_linear_bytes(a), s->states,
                                 upipe_linear_layer_state_bytes(&a->linear));
@@ -239,7 +239,7 @@ static inline upipe_status attention_linear_fetch(attention *a)
     const activations_kept *k = &a->r->kept.layer[a->at];
     const size_t states = upipe_linear_layer_state_bytes(&a->linear);
     upipe_ctx *c = a->r->c;
-    upipe_linear_saved *s = &a->linear_saved;
+    upipe_linear_layer_saved *s = &a->linear_saved;
     void *data;
     s->given = k->given;
     UPIPE_TRY(upipe_alloc(c, &s->o, attention_linear_bytes(a), UPIPE_USE_OUT, "linear_o"));
@@ -276,7 +276,7 @@ static inline upipe_status attention_linear_bwd(attention *a, const upipe_grads 
 static inline upipe_status attention_linear_free(attention *a, int kept)
 {
     (void)kept; /* copies are */
-    return upipe_linear_saved_free(a->r->c, &a->linear_saved);
+    return upipe_linear_layer_saved_free(a->r->c, &a->linear_saved);
 }
 
 /* ---- kinds ---- */

@@ -39,8 +39,8 @@ static inline upipe_status model_grad_fetch(model_rank *r, void *there, upipe_vi
 static inline upipe_status model_loss_bwd(model_rank *r, upipe_view x, float scale)
 {
     const int unit = model_unit_of(r, model_head_kind(r), -1), tied = r->m->layout->config.tied;
-    upipe_head h;
-    upipe_head_grads g;
+    upipe_loss h;
+    upipe_loss_grads g;
     model_phase(r, MODEL_LOSS);
     UPIPE_TRY(tied ? model_grads_begin(r, unit) : model_grads_first(r, unit));
     UPIPE_TRY(model_weights_begin(r, unit, model_unit_below(r, r->m->layout->config.layers)));

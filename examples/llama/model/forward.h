@@ -152,7 +152,7 @@ static inline upipe_status model_fwd(model_rank *r, upipe_view *x, int keep)
 static inline upipe_status model_loss_fwd(model_rank *r, upipe_view x)
 {
     const int unit = model_unit_of(r, model_head_kind(r), -1);
-    upipe_head h;
+    upipe_loss h;
     model_phase(r, MODEL_LOSS);
     UPIPE_TRY(model_weights_begin(r, unit, -1));
     h = model_head(r);

@@ -90,10 +90,10 @@ static inline upipe_status lora_pair_end(model_rank *r, const lora_pair *p)
 /* to = W + s * B * A, in f32 and rounded once. */
 static inline upipe_status lora_merge(model_rank *r, const lora_pair *p, upipe_view to, upipe_view w)
 {
-    upipe_tiles at = {0, 0, 0};
+    upipe_mem_tiles at = {0, 0, 0};
     upipe_view sum;
     UPIPE_TRY(lora_alloc(r, &sum, w.n < LLAMA_LORA_ROWS ? w.n : LLAMA_LORA_ROWS, w.d));
-    while (upipe_tiles_next(r->c->mem, &at, w.n, LLAMA_LORA_ROWS)) {
+    while (upipe_mem_tiles_next(r->c->mem, &at, w.n, LLAMA_LORA_ROWS)) {
         const upipe_view tile = upipe_view_rows(sum, 0, at.n);
         UPIPE_TRY(r->c->ops->cast(r->c, tile, upipe_view_rows(w, at.row, at.n)));
         UPIPE_TRY(r->c->ops->gemm(r->c, tile, upipe_view_rows(p->b, at.row, at.n), p->scaled,
@@ -145,7 +145,7 @@ static inline upipe_status model_lora_grads_begin(model_rank *r, int kind)
 {
     const size_t bytes = (size_t)lora_adapted(r, kind) * 4;
     void *data;
-    UPIPE_TRY(upipe_alloc(r->c, &data, bytes, UPIPE_USE_GRADIENTS, "adapted"));
+    UPIPE_TRY(upipe_alloc(r->c, &data, bytes, UPIPE_USE_WEIGHT_GRAD, "adapted"));
     r->adapted_grads[kind] = (float *)data;
     return bytes > 0 ? r->c->ops->zero(r->c, data, bytes) : UPIPE_OK;
 }

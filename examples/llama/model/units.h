@@ -339,9 +339,9 @@ static inline upipe_mlp model_mlp(const model_rank *r, int64_t layer)
     return m;
 }
 
-static inline upipe_head model_head(const model_rank *r)
+static inline upipe_loss model_head(const model_rank *r)
 {
-    upipe_head h;
+    upipe_loss h;
     memset(&h, 0, sizeof h);
     h.w = model_weight(r, model_head_kind(r), -1);
     h.norm_weight = model_vector(r, LLAMA_NORM, -1);

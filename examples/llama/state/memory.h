@@ -64,7 +64,7 @@ static inline int memory_part(int use, int phase)
     switch (use) {
     case UPIPE_USE_WEIGHTS:
         return MEMORY_WEIGHTS;
-    case UPIPE_USE_GRADIENTS:
+    case UPIPE_USE_WEIGHT_GRAD:
         return MEMORY_GRADIENTS;
     case UPIPE_USE_STATES:
         return MEMORY_OPTIMIZER;

@@ -125,8 +125,8 @@ static inline upipe_status trainer_share(trainer *t)
     const llama_layout *l = t->m.layout;
     upipe_zero *z = &t->state.zero[LLAMA_WEIGHTS];
     z->sent = t->m.reduce;
-    z->grads_away = t->m.offload_optimizer && t->m.zero >= 2;
-    z->weights_away = t->state.frozen[LLAMA_WEIGHTS].weights_away = t->m.offload_weights;
+    z->offload_grads = t->m.offload_optimizer && t->m.zero >= 2;
+    z->offload_weights = t->state.frozen[LLAMA_WEIGHTS].offload_weights = t->m.offload_weights;
     if (!t->m.prefetch) return UPIPE_OK;
     if (l->frozen[LLAMA_WEIGHTS] > l->weights) z = &t->state.frozen[LLAMA_WEIGHTS]; /* one of both is */
     z->side = t->side;
@@ -155,7 +155,7 @@ static inline upipe_status trainer_alloc_states(trainer *t, int group)
 
 static inline upipe_mem *trainer_weights_pool(const trainer *t, const upipe_zero *z)
 {
-    return z->weights_away ? t->r.second : t->r.c->mem;
+    return z->offload_weights ? t->r.second : t->r.c->mem;
 }
 
 static inline upipe_status trainer_alloc_weights(trainer *t, upipe_zero *z, const char *tag)
@@ -187,8 +187,8 @@ static inline upipe_status trainer_alloc(trainer *t)
         UPIPE_TRY(upipe_zero_check(c, z));
         UPIPE_TRY(trainer_alloc_weights(t, frozen, tag));
         UPIPE_TRY(trainer_alloc_weights(t, z, tag));
-        UPIPE_TRY(trainer_alloc_floats(t, z->grads_away ? t->r.second : c->mem, &z->grads,
-                                       upipe_zero_held(z, UPIPE_ZERO_GRADS), UPIPE_USE_GRADIENTS,
+        UPIPE_TRY(trainer_alloc_floats(t, z->offload_grads ? t->r.second : c->mem, &z->grads,
+                                       upipe_zero_held(z, UPIPE_ZERO_GRADS), UPIPE_USE_WEIGHT_GRAD,
                                        "gradients"));
         UPIPE_TRY(trainer_alloc_states(t, group));
     }
@@ -244,7 +244,7 @@ static inline upipe_status trainer_free_block(trainer *t)
         upipe_mem *states = trainer_away(t, group) ? t->r.second : own;
         UPIPE_TRY(upipe_mem_free(trainer_weights_pool(t, z), z->weights, err));
         UPIPE_TRY(upipe_mem_free(trainer_weights_pool(t, frozen), frozen->weights, err));
-        UPIPE_TRY(upipe_mem_free(z->grads_away ? t->r.second : own, z->grads, err));
+        UPIPE_TRY(upipe_mem_free(z->offload_grads ? t->r.second : own, z->grads, err));
         UPIPE_TRY(upipe_mem_free(states, state->m[group], err));
         UPIPE_TRY(upipe_mem_free(states, state->v[group], err));
         if (z->dtype != UPIPE_F32) UPIPE_TRY(upipe_mem_free(states, state->master, err));
@@ -334,11 +334,11 @@ static inline upipe_status trainer_reduce(trainer *t, int64_t valid, trainer_res
     for (group = 0; group < LLAMA_GROUPS; ++group) UPIPE_TRY(upipe_zero_grads_sum(c, &t->state.zero[group]));
     UPIPE_TRY(upipe_alloc(c, &sums, bytes, UPIPE_USE_OTHER, "sums"));
     UPIPE_TRY(trainer_total(c, (double *)sums, t->r.losses, t->m.rows, 0));
-    if (!z[LLAMA_WEIGHTS].grads_away) UPIPE_TRY(trainer_squares(t, LLAMA_WEIGHTS, (double *)sums + 2));
+    if (!z[LLAMA_WEIGHTS].offload_grads) UPIPE_TRY(trainer_squares(t, LLAMA_WEIGHTS, (double *)sums + 2));
     UPIPE_TRY(trainer_squares(t, LLAMA_VECTORS, (double *)sums + 2 + 2 * z[LLAMA_WEIGHTS].units));
     UPIPE_TRY(c->ops->copy(c, t->sums, sums, bytes)); /* the only wait for the device */
     UPIPE_TRY(upipe_free(c, sums));
-    if (z[LLAMA_WEIGHTS].grads_away) UPIPE_TRY(trainer_squares_away(t, LLAMA_WEIGHTS, t->sums + 2));
+    if (z[LLAMA_WEIGHTS].offload_grads) UPIPE_TRY(trainer_squares_away(t, LLAMA_WEIGHTS, t->sums + 2));
     for (i = 2; i < trainer_sums(&t->m); i += 2) squares += t->sums[i] + t->sums[i + 1];
     mine[0] = trainer_bits(t->losses + (t->sums[0] + t->sums[1]));
     mine[1] = trainer_bits(squares);
@@ -380,7 +380,7 @@ static inline upipe_status trainer_update_unit(trainer *t, int group, int unit, 
     a.decay = group == LLAMA_WEIGHTS ? rates->decay : 0;
     a.grad_scale = rates->clip > 0 && norm > rates->clip ? rates->clip / norm : 1;
     if (trainer_away(t, group))
-        return offload_update(c, &t->r.kept, t->host, &a, !z->weights_away, !z->grads_away, &z->moved);
+        return offload_update(c, &t->r.kept, t->host, &a, !z->offload_weights, !z->offload_grads, &z->moved);
     return c->ops->adamw(c, &a);
 }
 

@@ -1,10 +1,6 @@
-/* pass.h -- a stage of a layer of linear attention, and a tile of its output        part of upipe_linear_layer.h */
-#ifndef UPIPE_LINEAR_PASS_H
-#define UPIPE_LINEAR_PASS_H
-
-#include "../upipe_mem.h"
-#include "../upipe_unwind.h"
-#include "types.h"
+/* stage.h -- a stage of a layer of linear attention, and a tile of its output */
+#ifndef UPIPE_LINEAR_STAGE_H
+#define UPIPE_LINEAR_STAGE_H
 
 /* A pass of one rank: what scan's steps read.
  *   length  f32 [key_dim]: 1 / sqrt(key_dim), the weight of a norm that gives q and k the length 1
@@ -13,17 +9,17 @@ typedef struct upi_lin_pass {
     const upipe_linear_layer *l;
     upipe_linear_ops rules;
     const upipe_linear_layer_grads *grads;
-    upipe_linear_saved *save;
+    upipe_linear_layer_saved *save;
     upipe_view x, dx;
     float *length;
 } upi_lin_pass;
 
 UPIPE_API void upi_lin_begin(const upipe_ctx *c, upi_lin_pass *p, const upipe_linear_layer *l,
-                             upipe_linear_saved *save, upipe_view x)
+                             upipe_linear_layer_saved *save, upipe_view x)
 {
     memset(p, 0, sizeof *p);
     p->l = l;
-    p->rules = upipe_linear_rules(c, l->rules);
+    p->rules = upi_linear_rules(c, l->rules);
     p->save = save;
     p->x = x;
 }
@@ -283,7 +279,7 @@ UPIPE_API upipe_status upi_lin_step_bwd(upipe_ctx *c, void *user, int first, int
 typedef struct upi_lin_tile {
     void *z, *normed, *both, *work;
     size_t work_bytes;
-    upipe_tiles at;
+    upipe_mem_tiles at;
 } upi_lin_tile;
 
 UPIPE_API upipe_status upi_lin_tile_begin(upipe_ctx *c, const upipe_linear_layer *l, upi_lin_tile *t)
@@ -342,7 +338,7 @@ UPIPE_API upipe_status upi_lin_out_fwd(upipe_ctx *c, const upi_lin_pass *p, upip
     upi_lin_tile t;
     UPIPE_TRY(upi_lin_tile_begin(c, l, &t));
     UPIPE_TRY(upi_lin_tile_work(c, &t, upi_lin_tile_work_bytes(c->ops, l, 0)));
-    while (upipe_tiles_next(c->mem, &t.at, l->plan->local, upi_lin_tile_rows(l))) {
+    while (upipe_mem_tiles_next(c->mem, &t.at, l->plan->local, upi_lin_tile_rows(l))) {
         const upipe_view z = upi_lin_flat(upi_lin_tile_view(l, &t, t.z)),
                          normed = upi_lin_flat(upi_lin_tile_view(l, &t, t.normed));
         UPIPE_TRY(upi_lin_tile_make(c, p, &t));
@@ -390,7 +386,7 @@ UPIPE_API upipe_status upi_lin_out_bwd(upipe_ctx *c, const upi_lin_pass *p, upip
     UPIPE_TRY(upi_lin_tile_begin(c, l, &t));
     UPIPE_TRY(upipe_alloc(c, &t.both, upi_lin_tile_bytes(l), UPIPE_USE_SCRATCH, "linear_both"));
     UPIPE_TRY(upi_lin_tile_work(c, &t, upi_lin_tile_work_bytes(c->ops, l, 1)));
-    while (upipe_tiles_next(c->mem, &t.at, l->plan->local, upi_lin_tile_rows(l)))
+    while (upipe_mem_tiles_next(c->mem, &t.at, l->plan->local, upi_lin_tile_rows(l)))
         UPIPE_TRY(upi_lin_out_bwd_tile(c, p, &t, upipe_view_rows(dy, t.at.row, t.at.n)));
     return upi_lin_tile_end(c, &t);
 }
@@ -436,7 +432,7 @@ UPIPE_API upipe_status upi_lin_bwd(upipe_ctx *c, upipe_comm *comm, upi_lin_pass 
     scan.bwd = upi_lin_step_bwd;
     scan.user = p;
     UPIPE_TRY(upi_lin_length(c, p));
-    UPIPE_TRY(upipe_alloc(c, &sum, sum_bytes, UPIPE_USE_GRAD, "linear_dx"));
+    UPIPE_TRY(upipe_alloc(c, &sum, sum_bytes, UPIPE_USE_ACT_GRAD, "linear_dx"));
     p->dx = sum != NULL ? upi_lin_matrix(sum, UPIPE_F32, dx.n, dx.d) : dx;
     UPIPE_TRY(upi_lin_out_bwd(c, p, dy));
     UPIPE_TRY(upi_scan_bwd(c, comm, &scan, p->save->states, carry, NULL));

@@ -1,61 +1,6 @@
-/* types.h -- a layer of linear attention, what its forward leaves, and bytes        part of upipe_linear_layer.h */
-#ifndef UPIPE_LINEAR_TYPES_H
-#define UPIPE_LINEAR_TYPES_H
-
-#include "../upipe_agree.h"
-#include "../upipe_linear.h"
-#include "../upipe_linear_rows.h"
-#include "../upipe_scan.h"
-
-enum { UPIPE_LINEAR_TILE_ROWS = 256 };
-#define UPIPE_LINEAR_LENGTH_EPS 1e-6 /* added to the squared lengths of q and k */
-
-/* upipe_linear_layer -- zero fields are defaults
- *   id          as in upipe_layer
- *   plan        tokens, model_dim D and storage type are read; contiguous, of one sequence
- *   first borders  as in upipe_scan
- *   capacity    borders for whose chunks there is scratch too: with the same ones in every call a pool holds the same bytes,
- *               whatever documents there are, unless these make more chunks
- *   rules       with all entries; in a dry run those of a plan too (upipe_cuda_plan_linear)
- *   heads key_heads key_dim value_dim  heads of v and o, a multiple of those of q and k; head h reads key head
- *               h / (heads / key_heads)
- *   taps        of the convolution, 2 to 8
- *   chunk       tokens of a chunk of the rule, at most rules->chunk_max; 0 = 64
- *   stage_keys  key heads of a stage; 0 = all
- *   tile_rows   rows of a tile of z and y, a multiple of 64; 0 = 256
- *   w_qkv w_z w_b w_a w_out  [2 key_heads key_dim + heads value_dim][D], q, k and v one below the other;
- *               [heads value_dim][D]; [heads][D] twice; [D][heads value_dim]: the plan's type
- *   conv        f32 [rows of w_qkv][taps], the own token's last
- *   a_log dt_bias  f32 [heads]: the decay of a token is e^g, g = -e^a_log softplus(a + dt_bias)
- *   norm_weight norm_eps  f32 [value_dim]: of every head of o
- */
-typedef struct upipe_linear_layer {
-    const upipe_plan *plan;
-    int64_t id, first;
-    upipe_borders borders, capacity;
-    const upipe_linear_ops *rules;
-    int heads, key_heads, key_dim, value_dim, taps, chunk, stage_keys;
-    int64_t tile_rows;
-    const void *w_qkv, *w_z, *w_b, *w_a, *w_out;
-    const float *conv, *a_log, *dt_bias, *norm_weight;
-    float norm_eps;
-} upipe_linear_layer;
-
-/* Gradients, f32, shapes of the weights, +=; NULL = not wanted. */
-typedef struct upipe_linear_layer_grads {
-    float *w_qkv, *w_z, *w_b, *w_a, *w_out, *conv, *a_log, *dt_bias, *norm_weight;
-} upipe_linear_layer_grads;
-
-/* upipe_linear_saved -- what a forward leaves for the backward, in the pool
- *   given   see upipe_given
- *   o       [n][heads][value_dim], the plan's type: what the rule has made
- *   states  as a scan has them, before this rank's first token
- */
-typedef struct upipe_linear_saved {
-    upipe_given given;
-    void *o;
-    float *states;
-} upipe_linear_saved;
+/* sizes.h -- buffers of a stage and of a tile of a layer of linear attention */
+#ifndef UPIPE_LINEAR_SIZES_H
+#define UPIPE_LINEAR_SIZES_H
 
 /* ---- sizes ---- */
 
@@ -221,7 +166,7 @@ UPIPE_API upi_lin_stage upi_lin_stage_bytes(const upipe_ops *ops, const upipe_li
                                l->key_dim,
                                (int64_t)upi_lin_group(l) * l->value_dim,
                                upi_lin_group(l)};
-    const upipe_linear_pass pass = backward ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD;
+    const upipe_linear_direction pass = backward ? UPIPE_LINEAR_BWD : UPIPE_LINEAR_FWD;
     upipe_linear_grad rule;
     upi_lin_stage s;
     int i;
@@ -261,13 +206,6 @@ UPIPE_API size_t upi_lin_tile_work_bytes(const upipe_ops *ops, const upipe_linea
 UPIPE_API size_t upi_lin_tile_bytes(const upipe_linear_layer *l)
 {
     return (size_t)(upi_lin_tile_rows(l) * l->heads * l->value_dim) * upipe_dtype_bytes(l->plan->desc.dtype);
-}
-
-/* upipe_linear_layer_state_bytes -- of a carry */
-UPIPE_API size_t upipe_linear_layer_state_bytes(const upipe_linear_layer *l)
-{
-    const upipe_scan scan = upi_lin_scan(l);
-    return upipe_scan_state_bytes(&scan);
 }
 
 #endif

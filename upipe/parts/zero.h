@@ -1,9 +1,6 @@
-/* ahead.h -- a unit's parameters gathered on the side stream, and the end of a failed call      part of upipe_zero.h */
-#ifndef UPIPE_ZERO_AHEAD_H
-#define UPIPE_ZERO_AHEAD_H
-
-#include "../upipe_unwind.h"
-#include "shards.h"
+/* zero.h -- a unit's parameters gathered on the side stream, and the end of a failed call */
+#ifndef UPIPE_PARTS_ZERO_H
+#define UPIPE_PARTS_ZERO_H
 
 /* Ends what is being gathered ahead; its block is the pool's again, unless a peer or the device may still reach it. */
 UPIPE_API void upi_zero_join(upipe_ctx *c, upipe_zero *z)
@@ -15,27 +12,27 @@ UPIPE_API void upi_zero_join(upipe_ctx *c, upipe_zero *z)
     z->ahead = NULL;
     z->ahead_point = 0;
     if (z->side_world->quarantine)
-        upipe_mem_quarantine(c->mem, 0);
+        upi_mem_quarantine(c->mem, 0);
     else if (s == UPIPE_OK)
         upipe_mem_free(c->mem, block, NULL);
 }
 
-/* After a failure: as upipe_unwind, of both communicators of the world. */
+/* After a failure: as upi_unwind, of both communicators of the world. */
 UPIPE_API upipe_status upi_zero_unwind(upipe_ctx *c, upipe_zero *z, upipe_status s, int64_t mark)
 {
     upipe_err first;
-    upipe_fail_reason(&c->err, s);
+    upi_fail_reason(&c->err, s);
     first = c->err;
     upipe_comm_abort(z->side != NULL ? z->side_world : NULL, first.text);
     upi_zero_join(c, z);
     c->err = first;
-    return upipe_unwind(c, s, mark, z->world);
+    return upi_unwind(c, s, mark, z->world);
 }
 
 /* Bytes that a unit's gather brings from the host's memory. */
 UPIPE_API int64_t upi_zero_fetched(const upipe_zero *z, int unit)
 {
-    return z->weights_away ? upipe_zero_slice(z, unit).n * (int64_t)upipe_dtype_bytes(z->dtype) : 0;
+    return z->offload_weights ? upipe_zero_slice(z, unit).n * (int64_t)upipe_dtype_bytes(z->dtype) : 0;
 }
 
 /* data = the whole unit, on the stream of c. */
@@ -50,7 +47,7 @@ UPIPE_API upipe_status upi_zero_gather(upipe_ctx *c, upipe_comm *comm, const upi
         UPIPE_TRY(c->ops->copy(c, place, own, bytes));
         own = place;
     }
-    return upipe_slices_gather(c, comm, data, own, upi_zero_n(z, unit), element);
+    return upi_slices_gather(c, comm, data, own, upi_zero_n(z, unit), element);
 }
 
 /* On the side stream: behind the work that the compute stream had when it asked. */

@@ -1,4 +1,4 @@
-/* upipe_tile.h -- what a Transformer layer has beside attention, by tiles of tokens        layer 2
+/* upipe_mlp.h -- what a Transformer layer has beside attention, by tiles of tokens
  *
  * Everything but attention treats each token by itself. So it runs on a few tokens at a time and holds its
  * intermediate tensors for those alone: the MLP's hidden layer, and the logits, which never exist as a whole.
@@ -16,10 +16,11 @@
  * made of partial sums of UPIPE_SUM_ROWS rows, and a tile has a multiple of these rows, or all there are.
  * No call waits for a peer. A failed call frees what it allocated and does not abort the team.
  */
-#ifndef UPIPE_TILE_H
-#define UPIPE_TILE_H
+#ifndef UPIPE_MLP_H
+#define UPIPE_MLP_H
 
-#include "tile/tiles.h"
+#include "upipe_mem.h"
+#include "upipe_ops.h"
 
 enum { UPIPE_TILE_LOSS_ROWS = 64 }; /* least rows of the default tile of logits */
 
@@ -50,7 +51,7 @@ typedef struct upipe_mlp_grads {
     float *w_gate, *w_up, *w_down, *norm_weight, *post_norm_weight;
 } upipe_mlp_grads;
 
-/* upipe_head -- final norm, projection to logits, softmax cross-entropy; zero fields are defaults
+/* upipe_loss -- final norm, projection to logits, softmax cross-entropy; zero fields are defaults
  *   w           [vocab][D], of x's type
  *   norm_weight norm_eps  as in upipe_mlp
  *   scale       of all gradients, the weights' too: 1 / (valid targets of all ranks) for the gradient of the
@@ -60,18 +61,127 @@ typedef struct upipe_mlp_grads {
  *   tile_bytes  as in upipe_mlp; 0 = D * D / vocab rows, or those of the table's loss_bytes if they are more; at most D,
  *               at least UPIPE_TILE_LOSS_ROWS
  */
-typedef struct upipe_head {
+typedef struct upipe_loss {
     const void *w;
     const float *norm_weight;
     int64_t vocab;
     float norm_eps, scale, logit_scale, logit_softcap;
     size_t tile_bytes;
-} upipe_head;
+} upipe_loss;
 
 /* Gradients, f32, +=; NULL = not wanted. */
-typedef struct upipe_head_grads {
+typedef struct upipe_loss_grads {
     float *w, *norm_weight;
-} upipe_head_grads;
+} upipe_loss_grads;
+
+/* ---- tiles ---- */
+
+/* What a call holds: tensors that grow with the tile's rows, and the scratch of its products. */
+typedef struct upi_tiling {
+    int64_t rows;      /* of a tile; the last one may have fewer */
+    size_t row_bytes;  /* of all tensors */
+    size_t work_bytes; /* scratch of its products */
+} upi_tiling;
+
+/* Rows of a tile: as many as fit the budget, or the default; never more than there are. Where there are more
+ * tiles than one, each begins between two partial sums of UPIPE_SUM_ROWS rows: so tiles change no bit of a
+ * gradient of weights. Errors: ARG if the budget is too small for that; OVERFLOW. */
+UPIPE_API upipe_status upi_tiles_fit(upi_tiling *t, int64_t rows, int64_t standard, size_t budget,
+                                     const char *what, upipe_err *e)
+{
+    const int64_t least = rows < UPIPE_SUM_ROWS ? rows : (int64_t)UPIPE_SUM_ROWS;
+    int64_t fit = budget > 0 ? (int64_t)(budget / t->row_bytes) : standard > least ? standard : least, bytes;
+    t->rows = fit < rows ? fit / UPIPE_SUM_ROWS * UPIPE_SUM_ROWS : rows;
+    if (fit < least)
+        return upipe_fail(e, UPIPE_ERR_ARG, "%s: a tile of %lld rows takes %zu bytes, tile_bytes allows %zu",
+                          what, (long long)least, (size_t)least * t->row_bytes, budget);
+    if (!upipe_mul(&bytes, t->rows, (int64_t)t->row_bytes))
+        return upipe_fail(e, UPIPE_ERR_OVERFLOW, "%s: a tile of %lld rows of %zu bytes", what,
+                          (long long)t->rows, t->row_bytes);
+    return UPIPE_OK;
+}
+
+/* A packed matrix whose shape alone matters yet. */
+UPIPE_API upipe_view upi_tiles_shape(upipe_dtype dtype, int64_t rows, int64_t columns)
+{
+    return upipe_view_packed(NULL, dtype, rows, 1, (int32_t)columns);
+}
+
+/* Scratch of y = x * w^T, with w [columns][depth] and y of type `out`. With backward also of dx = dy * w,
+ * where dx has type `dx`; of a second such product added to an f32 dx; and of dw += dy^T * x. */
+UPIPE_API size_t upi_tiles_product_bytes(const upipe_ops *ops, upipe_dtype out, upipe_dtype dx,
+                                         upipe_dtype dtype, int64_t rows, int64_t columns, int64_t depth,
+                                         int backward)
+{
+    upipe_view x = upi_tiles_shape(dtype, rows, depth), w = upi_tiles_shape(dtype, columns, depth);
+    upipe_view y = upi_tiles_shape(dtype, rows, columns), sum = upi_tiles_shape(dx, rows, depth);
+    upipe_view dw = upi_tiles_shape(UPIPE_F32, columns, depth);
+    size_t bytes = ops->gemm_bytes(ops, upi_tiles_shape(out, rows, columns), x, w, UPIPE_GEMM_TRANS_B);
+    if (!backward) return bytes;
+    bytes = upipe_max_bytes(bytes, ops->gemm_bytes(ops, sum, y, w, 0));
+    if (dx == UPIPE_F32)
+        bytes = upipe_max_bytes(bytes, ops->gemm_bytes(ops, sum, y, w, UPIPE_GEMM_ACCUMULATE));
+    return upipe_max_bytes(bytes, ops->gemm_bytes(ops, dw, y, x, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+}
+
+/* ARG unless v is a matrix of the same type and shape, and has a buffer. */
+UPIPE_API upipe_status upi_tiles_check(upipe_ctx *c, const char *call, const char *name, upipe_view v,
+                                       upipe_view like)
+{
+    const int type = upi_enum_number(&v.dtype, sizeof v.dtype);
+    const int typed =
+        type >= 0 && type <= UPIPE_BF16 && type == upi_enum_number(&like.dtype, sizeof like.dtype);
+    if (v.h == 1 && v.n == like.n && v.d == like.d && typed && v.n >= 0 && v.d >= 1 &&
+        (v.data != NULL || v.n == 0))
+        return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is %s [%lld][%d][%d]%s, not %s [%lld][1][%d]", call,
+                      name, upi_dtype_name_of(&v.dtype), (long long)v.n, v.h, v.d,
+                      v.data == NULL ? " at NULL" : "", upi_dtype_name_of(&like.dtype), (long long)like.n,
+                      like.d);
+}
+
+/* Views that begin at one address must have one stride: a tile's rows are written before the next tile's are
+ * read. */
+UPIPE_API upipe_status upi_tiles_check_alias(upipe_ctx *c, const char *call, const char *to, upipe_view y,
+                                             const char *from, upipe_view x)
+{
+    if (x.n < 2 || y.data != x.data || y.n_stride == x.n_stride) return UPIPE_OK;
+    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s, of stride %lld, lies over %s, of stride %lld", call,
+                      to, (long long)y.n_stride, from, (long long)x.n_stride);
+}
+
+UPIPE_API upipe_status upi_tiles_norm_check(upipe_ctx *c, const char *call, const float *norm_weight,
+                                            float eps, const float *norm_weight_grad)
+{
+    if (!(eps >= 0) || !__builtin_isfinite(eps))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: norm_eps %g", call, (double)eps);
+    if (norm_weight == NULL && (eps != 0 || norm_weight_grad != NULL))
+        return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s without the norm weight of a norm", call,
+                          eps != 0 ? "norm_eps" : "a gradient of the norm weight");
+    return UPIPE_OK;
+}
+
+/* Blocks of one call. wide: the MLP's gate, up and hidden layer; or the logits and their gradient. post: the gradient
+ * of the MLP's product with w_down where a norm or a factor follows. */
+typedef struct upi_tiles_buf {
+    void *norm, *wide[3], *post, *sum, *work;
+} upi_tiles_buf;
+
+UPIPE_API upipe_status upi_tiles_alloc(upipe_ctx *c, void **out, int64_t rows, int64_t columns,
+                                       size_t element, int use, const char *tag)
+{
+    return upipe_mem_alloc(c->mem, out, (size_t)(rows * columns) * element, use, tag, &c->err);
+}
+
+UPIPE_API upipe_status upi_tiles_free(upipe_ctx *c, upi_tiles_buf *buf)
+{
+    int i;
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->norm, &c->err));
+    for (i = 0; i < 3; ++i) UPIPE_TRY(upipe_mem_free(c->mem, buf->wide[i], &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->post, &c->err));
+    UPIPE_TRY(upipe_mem_free(c->mem, buf->sum, &c->err));
+    return upipe_mem_free(c->mem, buf->work, &c->err);
+}
 
 /* ---- MLP ---- */
 
@@ -162,10 +272,10 @@ UPIPE_API upipe_status upi_mlp_fwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
 {
     upi_tiling t;
     upi_tiles_buf buf;
-    upipe_tiles at = {0, 0, 0};
+    upipe_mem_tiles at = {0, 0, 0};
     UPIPE_TRY(upi_mlp_tile_bytes(&t, c->ops, m, x, 0, &c->err));
     UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x));
-    while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
+    while (upipe_mem_tiles_next(c->mem, &at, x.n, t.rows)) {
         upipe_view from = upipe_view_rows(x, at.row, at.n), to = upipe_view_rows(y, at.row, at.n);
         upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d), normed, gate, up;
         UPIPE_TRY(upi_mlp_project(c, m, &t, &buf, from, &normed, &gate, &up));
@@ -241,7 +351,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
 {
     upi_tiling t;
     upi_tiles_buf buf;
-    upipe_tiles at = {0, 0, 0};
+    upipe_mem_tiles at = {0, 0, 0};
     UPIPE_TRY(upi_mlp_tile_bytes(&t, c->ops, m, x, 1, &c->err));
     UPIPE_TRY(upi_mlp_alloc(c, &buf, m, &t, x));
     UPIPE_TRY(upi_tiles_alloc(c, &buf.wide[2], t.rows, m->hidden, upipe_dtype_bytes(x.dtype), UPIPE_USE_MLP,
@@ -249,7 +359,7 @@ UPIPE_API upipe_status upi_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_view 
     if (upi_mlp_is_changed(m))
         UPIPE_TRY(upi_tiles_alloc(c, &buf.post, t.rows, x.d, upipe_dtype_bytes(x.dtype), UPIPE_USE_MLP,
                                   "mlp_post"));
-    while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
+    while (upipe_mem_tiles_next(c->mem, &at, x.n, t.rows)) {
         upipe_view from = upipe_view_rows(x, at.row, at.n), result = upipe_view_rows(dy, at.row, at.n);
         upipe_view below = upipe_view_rows(dx, at.row, at.n), above = result, normed, gate, up;
         upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d);
@@ -304,7 +414,7 @@ UPIPE_API upipe_status upipe_mlp_bwd(upipe_ctx *c, const upipe_mlp *m, upipe_vie
 /* ---- head and loss ---- */
 
 /* Logits in f32; their gradient in x's type, in the same buffer if that is f32 too. */
-UPIPE_API upipe_status upi_loss_tile_bytes(upi_tiling *t, const upipe_ops *ops, const upipe_head *h,
+UPIPE_API upipe_status upi_loss_tile_bytes(upi_tiling *t, const upipe_ops *ops, const upipe_loss *h,
                                            upipe_view x, int backward, upipe_err *e)
 {
     size_t el = upipe_dtype_bytes(x.dtype), dim = (size_t)x.d, vocab = (size_t)h->vocab;
@@ -320,7 +430,7 @@ UPIPE_API upipe_status upi_loss_tile_bytes(upi_tiling *t, const upipe_ops *ops, 
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upipe_head *h, upipe_view x,
+UPIPE_API upipe_status upi_loss_check(upipe_ctx *c, const char *call, const upipe_loss *h, upipe_view x,
                                       const float *losses, const int32_t *targets,
                                       const float *norm_weight_grad)
 {
@@ -351,14 +461,14 @@ UPIPE_API upipe_status upi_loss_entropy(upipe_ctx *c, const upipe_cross_entropy 
 }
 
 /* Forward and backward: without g the losses alone. */
-UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx, const upipe_head_grads *g,
+UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_loss *h, upipe_view dx, const upipe_loss_grads *g,
                                 float *losses, upipe_view x, const int32_t *targets)
 {
     const upipe_view w = upi_tiles_weight(h->w, x.dtype, h->vocab, x.d);
     const int apart = g != NULL && x.dtype != UPIPE_F32;
     upi_tiling t;
     upi_tiles_buf buf;
-    upipe_tiles at = {0, 0, 0};
+    upipe_mem_tiles at = {0, 0, 0};
     memset(&buf, 0, sizeof buf);
     UPIPE_TRY(upi_loss_tile_bytes(&t, c->ops, h, x, g != NULL, &c->err));
     if (h->norm_weight != NULL)
@@ -370,7 +480,7 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
                                   UPIPE_USE_LOSS, "logits_grad"));
     if (g != NULL) UPIPE_TRY(upi_tiles_alloc(c, &buf.sum, t.rows, x.d, 4, UPIPE_USE_LOSS, "loss_sum"));
     UPIPE_TRY(upipe_mem_alloc(c->mem, &buf.work, t.work_bytes, UPIPE_USE_LOSS, "loss_work", &c->err));
-    while (upipe_tiles_next(c->mem, &at, x.n, t.rows)) {
+    while (upipe_mem_tiles_next(c->mem, &at, x.n, t.rows)) {
         upipe_view from = upipe_view_rows(x, at.row, at.n), normed = from;
         upipe_view sum = upipe_view_packed(buf.sum, UPIPE_F32, at.n, 1, x.d);
         upipe_cross_entropy entropy;
@@ -415,7 +525,7 @@ UPIPE_API upipe_status upi_loss(upipe_ctx *c, const upipe_head *h, upipe_view dx
  *   errors  ARG, MEMORY; the pool is as before
  *   paper   sections 2.3 (cross-entropy) and 4
  */
-UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_head *h, float *losses, upipe_view x,
+UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_loss *h, float *losses, upipe_view x,
                                       const int32_t *targets)
 {
     int64_t mark = upipe_mem_mark(c->mem);
@@ -435,8 +545,8 @@ UPIPE_API upipe_status upipe_loss_fwd(upipe_ctx *c, const upipe_head *h, float *
  *   bytes   a tile's tensors, as tile_bytes bounds them, and scratch of its products
  *   errors  ARG, MEMORY; the pool is as before, dx and the gradients are undefined
  */
-UPIPE_API upipe_status upipe_loss_bwd(upipe_ctx *c, const upipe_head *h, upipe_view dx,
-                                      const upipe_head_grads *grads, float *losses, upipe_view x,
+UPIPE_API upipe_status upipe_loss_bwd(upipe_ctx *c, const upipe_loss *h, upipe_view dx,
+                                      const upipe_loss_grads *grads, float *losses, upipe_view x,
                                       const int32_t *targets)
 {
     int64_t mark = upipe_mem_mark(c->mem);

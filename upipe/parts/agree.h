@@ -1,87 +1,70 @@
-/* upipe_agree.h -- descriptions that ranks compare before they send        layer 2, includes upipe_comm.h
+/* agree.h -- descriptions that ranks compare before they send
  *
- *     upipe_fields f = {0};
- *     upipe_field_int(&f, "heads", heads);
- *     upipe_field_real(&f, "rope_theta", theta);
- *     upipe_comm_agree(&ctx, ctx.team, &f);                MISMATCH on every rank if any rank surprise
+ *     upi_fields f = {0};
+ *     upi_field_int(&f, "heads", heads);
+ *     upi_field_real(&f, "rope_theta", theta);
+ *     upi_agree(&ctx, ctx.team, &f);                MISMATCH on every rank if any rank surprise
  */
-#ifndef UPIPE_AGREE_H
-#define UPIPE_AGREE_H
-
-#include "upipe_comm.h"
+#ifndef UPIPE_PARTS_AGREE_H
+#define UPIPE_PARTS_AGREE_H
 
 /* One line of a description that all ranks must share: a whole number, or the bits of a double. */
-typedef struct upipe_field {
+typedef struct upi_field {
     const char *name;
     int64_t value;
     int real; /* value holds the bits of a double */
-} upipe_field;
+} upi_field;
 
 /* The double whose bits a field with `real` holds. */
-UPIPE_API double upipe_field_value(int64_t bits)
+UPIPE_API double upi_field_value(int64_t bits)
 {
     double v;
     memcpy(&v, &bits, sizeof v);
     return v;
 }
 
-/* upipe_fields -- a description; with n = 0 it is empty, whatever else it holds
+/* upi_fields -- a description; with n = 0 it is empty, whatever else it holds
  *   list  [n] of at most UPIPE_ALL_GATHER_MAX
  *   hash  FNV-1a of their names and values
  */
-typedef struct upipe_fields {
-    upipe_field list[UPIPE_ALL_GATHER_MAX];
+typedef struct upi_fields {
+    upi_field list[UPIPE_ALL_GATHER_MAX];
     uint64_t hash;
     int n;
-} upipe_fields;
+} upi_fields;
 
-/* upipe_field_int, upipe_field_real -- one more field; the name must outlive the description. Those beyond
- * UPIPE_ALL_GATHER_MAX are counted and not written: upipe_comm_agree then refuses the description */
-UPIPE_API void upipe_field_int(upipe_fields *f, const char *name, int64_t value)
+/* upi_field_int, upi_field_real -- one more field; the name must outlive the description. Those beyond
+ * UPIPE_ALL_GATHER_MAX are counted and not written: upi_agree then refuses the description */
+UPIPE_API void upi_field_int(upi_fields *f, const char *name, int64_t value)
 {
-    const upipe_field field = {name, value, 0};
+    const upi_field field = {name, value, 0};
     if (f->n < UPIPE_ALL_GATHER_MAX) f->list[f->n] = field;
     f->hash = upipe_hash_bytes(f->n == 0 ? UPIPE_HASH : f->hash, name, strlen(name) + 1);
     f->hash = upipe_hash_bytes(f->hash, &value, sizeof value);
     ++f->n;
 }
 
-/* As upipe_field_int, with the bits of a double. */
-UPIPE_API void upipe_field_real(upipe_fields *f, const char *name, double value)
+/* As upi_field_int, with the bits of a double. */
+UPIPE_API void upi_field_real(upi_fields *f, const char *name, double value)
 {
     int64_t bits;
     memcpy(&bits, &value, sizeof bits);
-    upipe_field_int(f, name, bits);
+    upi_field_int(f, name, bits);
     if (f->n <= UPIPE_ALL_GATHER_MAX) f->list[f->n - 1].real = 1;
 }
 
-enum { UPIPE_WEIGHTS_MAX = 12 };
-
 /* A weight of a layer, or another tensor that a forward and its backward read. */
-typedef struct upipe_weight {
+typedef struct upi_weight {
     const char *name;
     const void *data;
-} upipe_weight;
+} upi_weight;
 
-/* upipe_given -- what a forward was given: its backward must be given the same
- *   plan     the plan's seal; 0: there was no forward
- *   id       the layer's; 0: addresses of weights tell it
- *   weights  marks of their addresses
- *   numbers  marks of those that all ranks have compared
- * A mark is 32 bits of a hash: another value has the same one once in 4 billion.
- */
-typedef struct upipe_given {
-    uint64_t plan;
-    int64_t id;
-    uint32_t weights[UPIPE_WEIGHTS_MAX], numbers[UPIPE_ALL_GATHER_MAX];
-} upipe_given;
-
-/* upipe_given_same -- writes what a call is given where nothing is recorded yet; otherwise ARG unless it is the same
+/* upi_given_same -- writes what a call is given where nothing is recorded yet; otherwise ARG unless it is the same
  *   f   NULL: no numbers
  *   w   [n] of at most UPIPE_WEIGHTS_MAX, always in the same order; a later call may compare fewer of them
  */
-UPIPE_API upipe_status upipe_given_same(upipe_err *e, upipe_given *given, uint64_t plan, int64_t id,
-                                        const upipe_fields *f, const upipe_weight *w, int n)
+UPIPE_API upipe_status upi_given_same(upipe_err *e, upipe_given *given, uint64_t plan, int64_t id,
+                                      const upi_fields *f, const upi_weight *w, int n)
 {
     const int numbers = f != NULL ? f->n : 0, first = given->plan == 0;
     int i;
@@ -112,7 +95,7 @@ UPIPE_API upipe_status upipe_given_same(upipe_err *e, upipe_given *given, uint64
     return UPIPE_OK;
 }
 
-/* upipe_comm_agree -- all ranks compare a description of what they are about to do
+/* upi_agree -- all ranks compare a description of what they are about to do
  *
  * Ranks communicate only where the description is not the expected one: that which followed before, after as many of the
  * last one in a row; where none has, the last one again. So the first layers of a model compare, and those where the order
@@ -129,7 +112,7 @@ UPIPE_API upipe_status upipe_given_same(upipe_err *e, upipe_given *given, uint64
  *           values, or the two calls where one rank compares and another continues. ARG (comm is NULL, a
  *           transfer in progress, the number of fields); others as upipe_comm_wait
  */
-UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const upipe_fields *f)
+UPIPE_API upipe_status upi_agree(upipe_ctx *c, upipe_comm *comm, const upi_fields *f)
 {
     int64_t mine[UPIPE_ALL_GATHER_MAX];
     uint64_t expected;
@@ -150,12 +133,12 @@ UPIPE_API upipe_status upipe_comm_agree(upipe_ctx *c, upipe_comm *comm, const up
             if (f->list[i].real)
                 return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
                                        "%s is %g on rank %d and %g on rank %d", f->list[i].name,
-                                       upipe_field_value(first), upipe_comm_called(comm, 0),
-                                       upipe_field_value(other), upipe_comm_called(comm, r));
+                                       upi_field_value(first), upi_comm_called(comm, 0),
+                                       upi_field_value(other), upi_comm_called(comm, r));
             return upipe_comm_fail(&c->err, comm, UPIPE_ERR_MISMATCH,
                                    "%s is %lld on rank %d and %lld on rank %d", f->list[i].name,
-                                   (long long)first, upipe_comm_called(comm, 0), (long long)other,
-                                   upipe_comm_called(comm, r));
+                                   (long long)first, upi_comm_called(comm, 0), (long long)other,
+                                   upi_comm_called(comm, r));
         }
     if (surprise) {
         if (at == UPIPE_AGREED_MAX) --at;

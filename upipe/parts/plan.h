@@ -1,8 +1,6 @@
-/* make.h -- from a description to a plan: schedule, ring, buffers        part of upipe_plan.h */
-#ifndef UPIPE_PLAN_MAKE_H
-#define UPIPE_PLAN_MAKE_H
-
-#include "../upipe_schedule.h"
+/* plan.h -- from a description to a plan: schedule, ring, buffers */
+#ifndef UPIPE_PARTS_PLAN_H
+#define UPIPE_PARTS_PLAN_H
 
 UPIPE_API upipe_status upi_plan_sizes(const upipe_plan *p, upipe_err *e)
 {
@@ -141,7 +139,7 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
     p->kv_prefetched = d->ring_prefetch && p->rounds > 1;
     p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_P2P ? p->steps : 1;
     p->team_shard = upipe_shard_ring(d->layout, d->tokens, d->ring, d->ring_rank);
-    p->shard = upipe_shard_team(&p->team_shard, d->ranks, d->rank);
+    p->shard = upi_shard_team(&p->team_shard, d->ranks, d->rank);
     p->team_tokens = p->team_shard.n;
     for (r = 0; r < d->ring; ++r) {
         const int64_t n = upipe_shard_ring(d->layout, d->tokens, d->ring, r).n;
@@ -155,9 +153,9 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
 /* The fields that are enums: nothing loads them before. */
 UPIPE_API upipe_status upi_plan_enums(const upipe_plan_desc *d, upipe_err *e)
 {
-    const int dtype = upipe_enum_number(&d->dtype, sizeof d->dtype);
-    const int layout = upipe_enum_number(&d->layout, sizeof d->layout);
-    const int mode = upipe_enum_number(&d->ring_mode, sizeof d->ring_mode);
+    const int dtype = upi_enum_number(&d->dtype, sizeof d->dtype);
+    const int layout = upi_enum_number(&d->layout, sizeof d->layout);
+    const int mode = upi_enum_number(&d->ring_mode, sizeof d->ring_mode);
     if (dtype < 0 || dtype > UPIPE_BF16)
         return upipe_fail(e, UPIPE_ERR_ARG, "data type %d is neither f32 nor bf16", dtype);
     if (layout < 0 || layout >= UPIPE_LAYOUTS)
@@ -183,8 +181,8 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
         int sent = upipe_plan_heads_sent(p, UPIPE_A2A_Q, i), mine = upipe_plan_q(p, i, me).count;
         b.send = upipe_max_bytes(b.send, upipe_plan_rows_bytes(p, sent, d));
         b.slot = upipe_max_bytes(b.slot, upipe_plan_rows_bytes(p, sent, wide));
-        b.q = upipe_max_bytes(b.q, upipe_plan_team_bytes(p, mine, d));
-        b.o = upipe_max_bytes(b.o, upipe_plan_team_bytes(p, mine, v_dim));
+        b.q = upipe_max_bytes(b.q, upi_plan_team_bytes(p, mine, d));
+        b.o = upipe_max_bytes(b.o, upi_plan_team_bytes(p, mine, v_dim));
         b.partial = upipe_max_bytes(
             b.partial, upipe_plan_rows_bytes(p, upipe_plan_heads_sent(p, UPIPE_A2A_DKV, i), wide) / e * 4);
     }
@@ -196,8 +194,8 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
     b.send = upipe_max_bytes(b.send, upipe_max_bytes(b.q, b.o));
     b.slot = upipe_max_bytes(b.slot, b.q);
     b.stat = b.q / e / (size_t)d * 4;
-    b.k = upipe_plan_team_bytes(p, p->kv_per_rank, d);
-    b.v = upipe_plan_team_bytes(p, p->kv_per_rank, v_dim);
+    b.k = upi_plan_team_bytes(p, p->kv_per_rank, d);
+    b.v = upi_plan_team_bytes(p, p->kv_per_rank, v_dim);
     b.kv_grad = p->kv_grads_partial ? b.partial : e < 4 ? upipe_max_bytes(b.k, b.v) : 0;
     b.dk = b.k / e * 4;
     b.dv = b.v / e * 4;

@@ -1,29 +1,11 @@
-/* upipe_out_gate.h -- an output projection whose input is gated by x        layer 7
- *
- *     y = (O * sigmoid(x * Wg^T)) * Wo^T + bo
- *
- * Two calls in place of upipe_layer_out_fwd and upipe_layer_out_bwd, around the same attention:
- *
- *     upipe_layer_fwd(&ctx, &layer, &saved, x);
- *     upipe_gated_out_fwd(&ctx, &layer, y, &saved, x);                     y may be x
- *     ...
- *     upipe_gated_out_bwd(&ctx, &layer, &grads, &saved, dg, dy, x);        dg may be dy: the gate's part of dx
- *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);    the rest; dx += dg is the host's
- *
- * They go by tiles of rows. A tile has the gate of all heads in natural order: one product makes it, and one adds up the
- * heads. The slots' order matters where the gate meets O alone. So an element's additions, and its bits, are the same
- * for every chunk and number of ranks. Those of gradients of weights are the same for every tile too: in the backward a
- * tile has a multiple of UPIPE_SUM_ROWS rows.
- */
-#ifndef UPIPE_OUT_GATE_H
-#define UPIPE_OUT_GATE_H
-
-#include "upipe_stage.h"
+/* out_gate.h -- the tiles of a gated output projection */
+#ifndef UPIPE_STAGE_OUT_GATE_H
+#define UPIPE_STAGE_OUT_GATE_H
 
 /* z: the gate of a tile, and its gradient; u: what is gated, and its gradient; [n][H*v_dim]. o: O of the heads of one
  * stage and rank. */
 typedef struct upi_gated {
-    upipe_pass pass;
+    upi_pass pass;
     upi_tile tile;
     size_t work_bytes;
     void *z, *u, *o;
@@ -119,7 +101,7 @@ UPIPE_API upipe_status upi_gated_check(upipe_ctx *c, upi_gated *g, const upipe_l
     UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
     if (l->wg == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wg is NULL");
     memset(g, 0, sizeof *g);
-    upipe_pass_init(NULL, &g->pass, l, NULL);
+    upi_pass_init(NULL, &g->pass, l, NULL);
     return UPIPE_OK;
 }
 
@@ -181,27 +163,6 @@ UPIPE_API upipe_status upi_gated_fwd(upipe_ctx *c, upi_gated *g, upipe_view y, c
         if (g->tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, g->tile.out, g->tile.sum));
     }
     return upi_gated_end(c, g);
-}
-
-/* upipe_gated_out_fwd -- y = (O * sigmoid(x * Wg^T)) * Wo^T + bo, in place of upipe_layer_out_fwd; sends nothing
- *   y       [rows][1][D] view, the plan's type, written; may be x
- *   save    of upipe_layer_fwd; O is read, and stays
- *   x       the forward's
- *   bytes   a tile's gate (tile rows * H * v_dim), one tile in f32 (none for f32 storage) and the scratch of a product
- *   errors  ARG, MEMORY, the table's. The team is then aborted, and the pool as before
- */
-UPIPE_API upipe_status upipe_gated_out_fwd(upipe_ctx *c, const upipe_layer *l, upipe_view y,
-                                           const upipe_saved *save, upipe_view x)
-{
-    upi_gated g;
-    upipe_status s;
-    int64_t mark;
-    UPIPE_TRY(upipe_ctx_check(c));
-    mark = upipe_mem_mark(c->mem);
-    s = upi_gated_check(c, &g, l, y, save, x);
-    if (s == UPIPE_OK) s = upi_gated_check_alias(c, "y", y, "x", x);
-    if (s == UPIPE_OK) s = upi_gated_fwd(c, &g, y, &save->out, x);
-    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark, NULL);
 }
 
 /* ---- backward ---- */
@@ -283,45 +244,6 @@ UPIPE_API upipe_status upi_gated_bwd(upipe_ctx *c, upi_gated *g, upipe_saved *sa
     if (c->ops->attn_reads_o) save->o = save->out.data;
     save->out = to;
     return UPIPE_OK;
-}
-
-/* upipe_gated_out_bwd -- from the gradient of y: dWo, dbo, dWg, delta, the gradient of O in O's place, and the gate's part
- *                        of the gradient of x; in place of upipe_layer_out_bwd
- *   grads   wo += dy^T * (O * sigmoid(x * Wg^T)), wg +=, bo += sums of dy
- *   save    consumes out: its slots (new ones, with attn_reads_o) hold the gradient of O then; delta is allocated
- *   dx      [rows][1][D] view, the plan's type, written: what comes through the gate. The host adds it to what
- *           upipe_layer_bwd gives. May be dy
- *   dy      [rows][1][D] view, the plan's type; may be freed afterwards
- *   x       the forward's
- *   bytes   delta (rows * H * 4), two tiles (rows * H * v_dim) and one of a stage and rank's heads (with attn_reads_o
- *           the new slots instead), one in f32 (none for f32 storage) and the scratch of a product. A tile has the
- *           layer's rows, rounded up to UPIPE_SUM_ROWS
- *   errors  ARG, MEMORY, the table's. The team is then aborted, and save is valid for
- *           upipe_saved_free alone
- */
-UPIPE_API upipe_status upipe_gated_out_bwd(upipe_ctx *c, const upipe_layer *l, const upipe_grads *grads,
-                                           upipe_saved *save, upipe_view dx, upipe_view dy, upipe_view x)
-{
-    const float *delta = save != NULL ? save->delta : NULL;
-    upi_gated g;
-    upipe_status s;
-    int64_t mark;
-    UPIPE_TRY(upipe_ctx_check(c));
-    mark = upipe_mem_mark(c->mem);
-    s = upi_gated_check(c, &g, l, dy, save, x);
-    if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dx", dx);
-    if (s == UPIPE_OK) s = upi_gated_check_alias(c, "dx", dx, "dy", dy);
-    if (s == UPIPE_OK) s = upi_gated_check_alias(c, "dx", dx, "x", x);
-    if (s == UPIPE_OK) s = upi_check_grads(c, l, grads, NULL, NULL);
-    if (s == UPIPE_OK) {
-        const int64_t rows = g.pass.tile_rows + UPIPE_SUM_ROWS - 1;
-        g.pass.grads = grads;
-        g.pass.tile_rows = rows / UPIPE_SUM_ROWS * UPIPE_SUM_ROWS;
-        if (g.pass.tile_rows > l->plan->rows) g.pass.tile_rows = l->plan->rows;
-        s = upi_gated_bwd(c, &g, save, dx, dy, x);
-    }
-    if (s != UPIPE_OK && save != NULL && delta == NULL) save->delta = NULL; /* upipe_unwind frees it */
-    return s == UPIPE_OK ? UPIPE_OK : upipe_unwind(c, s, mark, NULL);
 }
 
 #endif

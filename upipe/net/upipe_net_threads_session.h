@@ -1,43 +1,43 @@
-/* upipe_net_threads_host.h -- ranks that are threads, each with a host: team, slabs and pools        backend
+/* upipe_net_threads_session.h -- ranks that are threads, each with a host: team, slabs and pools
  *
- *     static upipe_status body(void *user, upipe_host *h)        one rank: h->ctx.team->rank, h->plan, &h->ctx
+ *     static upipe_status body(void *user, upipe_session *h)        one rank: h->ctx.team->rank, h->plan, &h->ctx
  *     { ... }
  *
- *     upipe_host_desc desc = {0};                                desc.plan.ranks threads
- *     upipe_threads_hosts(&desc, &ops, 0, body, &err);
+ *     upipe_session_desc desc = {0};                                desc.plan.ranks threads
+ *     upipe_threads_sessions(&desc, &ops, 0, body, &err);
  *
  * Strict ISO C hides the clock: include this file first, or define _POSIX_C_SOURCE=200809L.
  */
-#ifndef UPIPE_NET_THREADS_HOST_H
-#define UPIPE_NET_THREADS_HOST_H
+#ifndef UPIPE_NET_THREADS_SESSION_H
+#define UPIPE_NET_THREADS_SESSION_H
 
 #include "upipe_net_threads.h"
 
-#include "../upipe_host.h"
+#include "../upipe_session.h"
 
 /* What the ranks share, and each one's host and slab. */
 typedef struct upi_threads_host_all {
     upipe_threads team;
-    const upipe_host_desc *desc;
+    const upipe_session_desc *desc;
     const upipe_ops *ops;
-    upipe_status (*body)(void *user, upipe_host *h);
-    upipe_host *hosts; /* [ranks] */
-    void **slabs;      /* [ranks] */
+    upipe_status (*body)(void *user, upipe_session *h);
+    upipe_session *hosts; /* [ranks] */
+    void **slabs;         /* [ranks] */
 } upi_threads_host_all;
 
-UPIPE_API upipe_status upi_threads_host(upi_threads_host_all *t, upipe_host *h, void **slab)
+UPIPE_API upipe_status upi_threads_host(upi_threads_host_all *t, upipe_session *h, void **slab)
 {
-    UPIPE_TRY(upipe_host_open(h, t->desc));
-    if (posix_memalign(slab, UPIPE_MEM_ALIGN, upipe_host_slab_bytes(h)) != 0) *slab = NULL;
-    UPIPE_TRY(upipe_host_slab(h, *slab));
+    UPIPE_TRY(upipe_session_open(h, t->desc));
+    if (posix_memalign(slab, UPIPE_MEM_ALIGN, upipe_session_slab_bytes(h)) != 0) *slab = NULL;
+    UPIPE_TRY(upipe_session_slab(h, *slab));
     UPIPE_TRY(t->body(t->desc->user, h));
-    return upipe_host_close(h);
+    return upipe_session_close(h);
 }
 
 UPIPE_API upipe_status upi_threads_host_main(void *user, int rank)
 {
     upi_threads_host_all *t = (upi_threads_host_all *)user;
-    upipe_host *h = &t->hosts[rank];
+    upipe_session *h = &t->hosts[rank];
     upipe_status s;
     h->ctx.ops = t->ops;
     h->ctx.team = upipe_threads_comm(&t->team, rank);
@@ -47,18 +47,19 @@ UPIPE_API upipe_status upi_threads_host_main(void *user, int rank)
     return s;
 }
 
-/* upipe_threads_hosts -- runs body once for each rank, at the same time, and returns when all have
+/* upipe_threads_sessions -- runs body once for each rank, at the same time, and returns when all have
  *   desc        plan.ranks threads; 0 is one. user is for body too
  *   ops         shared by all ranks
  *   deadline_s  as upipe_threads_init
  *   body        the rank's work: returns a status, with its sentence in h->ctx.err. All that it has taken from
  *               the pool is free then
- *   bytes       a upipe_host and a slab a rank, freed when no rank reads them any more
+ *   bytes       a upipe_session and a slab a rank, freed when no rank reads them any more
  *   errors      that of the first rank that failed, with its sentence in e; MEMORY; those of upipe_threads_init
  */
-UPIPE_API upipe_status upipe_threads_hosts(const upipe_host_desc *desc, const upipe_ops *ops,
-                                           double deadline_s, upipe_status (*body)(void *user, upipe_host *h),
-                                           upipe_err *e)
+UPIPE_API upipe_status upipe_threads_sessions(const upipe_session_desc *desc, const upipe_ops *ops,
+                                              double deadline_s,
+                                              upipe_status (*body)(void *user, upipe_session *h),
+                                              upipe_err *e)
 {
     upi_threads_host_all t;
     int ranks, i;
@@ -69,7 +70,7 @@ UPIPE_API upipe_status upipe_threads_hosts(const upipe_host_desc *desc, const up
     ranks = desc->plan.ranks != 0 ? desc->plan.ranks : 1;
     t.desc = desc, t.ops = ops, t.body = body;
     UPIPE_TRY(upipe_threads_init(&t.team, ranks, deadline_s, e));
-    t.hosts = (upipe_host *)calloc((size_t)ranks, sizeof *t.hosts);
+    t.hosts = (upipe_session *)calloc((size_t)ranks, sizeof *t.hosts);
     t.slabs = (void **)calloc((size_t)ranks, sizeof *t.slabs);
     s = t.hosts != NULL && t.slabs != NULL ? upipe_threads_run(&t.team, upi_threads_host_main, &t, NULL, e)
                                            : upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for %d ranks", ranks);

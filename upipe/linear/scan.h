@@ -1,10 +1,78 @@
-/* pass.h -- the steps of a pass, and what it checks before it sends        part of upipe_scan.h */
-#ifndef UPIPE_SCAN_PASS_H
-#define UPIPE_SCAN_PASS_H
+/* scan.h -- the steps of a pass, and what it checks before it sends */
+#ifndef UPIPE_LINEAR_SCAN_H
+#define UPIPE_LINEAR_SCAN_H
 
-#include "../upipe_agree.h"
-#include "../upipe_unwind.h"
-#include "types.h"
+/* ---- who waits for whom ---- */
+
+UPIPE_API int upi_scan_ranks(const upipe_scan *s)
+{
+    return s->plan->desc.ranks * s->plan->desc.ring;
+}
+
+UPIPE_API int upi_scan_rank(const upipe_scan *s)
+{
+    return s->plan->desc.ring_rank * s->plan->desc.ranks + s->plan->desc.rank;
+}
+
+/* Position of a rank's first token. Behind the last rank: of the next segment's. */
+UPIPE_API int64_t upi_scan_pos(const upipe_scan *s, int rank)
+{
+    const upipe_plan_desc *d = &s->plan->desc;
+    const upipe_shard held = upipe_shard_ring(UPIPE_CONTIGUOUS, d->tokens, d->ring, rank / d->ranks);
+    if (rank == d->ranks * d->ring) return s->first + d->tokens;
+    return s->first + held.piece[0].pos + upipe_cut(held.n, d->ranks, rank % d->ranks);
+}
+
+/* Whether a state goes on into this rank's first token: no document begins there. */
+UPIPE_API int upi_scan_joined(const upipe_scan *s, int rank)
+{
+    const int64_t pos = upi_scan_pos(s, rank);
+    return upi_border_before(&s->borders, pos) != pos;
+}
+
+/* Ranks that a rank waits for, one behind the other, in the forward. */
+UPIPE_API int upi_scan_fwd_depth(const upipe_scan *s, int rank)
+{
+    int depth = 0;
+    while (depth < rank && upi_scan_joined(s, rank - depth)) ++depth;
+    return depth;
+}
+
+/* The same in the backward. */
+UPIPE_API int upi_scan_bwd_depth(const upipe_scan *s, int rank)
+{
+    int depth = 0;
+    while (rank + depth + 1 < upi_scan_ranks(s) && upi_scan_joined(s, rank + depth + 1)) ++depth;
+    return depth;
+}
+
+/* The largest depth: a chain of ranks is as long in both directions. */
+UPIPE_API int upi_scan_depth(const upipe_scan *s)
+{
+    int rank, depth = 0, longest = 0;
+    for (rank = 1; rank < upi_scan_ranks(s); ++rank) {
+        depth = upi_scan_joined(s, rank) ? depth + 1 : 0;
+        if (depth > longest) longest = depth;
+    }
+    return longest;
+}
+
+UPIPE_API int upi_scan_stage_heads(const upipe_scan *s)
+{
+    return s->stage_heads > 0 && s->stage_heads < s->heads ? s->stage_heads : s->heads;
+}
+
+/* upi_scan_stages -- stages of a pass */
+UPIPE_API int upi_scan_stages(const upipe_scan *s)
+{
+    return (s->heads - 1) / upi_scan_stage_heads(s) + 1;
+}
+
+/* Bytes of a stage's states. */
+UPIPE_API size_t upi_scan_stage_bytes(const upipe_scan *s)
+{
+    return (size_t)(upi_scan_stage_heads(s) * s->size) * 4;
+}
 
 /* ---- checks ---- */
 
@@ -12,7 +80,7 @@
 UPIPE_API upipe_status upi_scan_check_plan(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s)
 {
     const upipe_plan_desc *d = s != NULL && s->plan != NULL ? &s->plan->desc : NULL;
-    UPIPE_TRY(upipe_ctx_check(c));
+    UPIPE_TRY(upi_ctx_check(c));
     if (d == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the scan or its plan is NULL");
     UPIPE_TRY(upipe_comm_idle(c, comm));
     if (d->ring > 1 && d->layout != UPIPE_CONTIGUOUS)
@@ -29,8 +97,8 @@ UPIPE_API upipe_status upi_scan_check_plan(upipe_ctx *c, const upipe_comm *comm,
             &c->err, UPIPE_ERR_ARG,
             "a plan whose tokens are those of rank %d of %d, on rank %d of a communicator of %d",
             upi_scan_rank(s), upi_scan_ranks(s), comm->rank, comm->ranks);
-    UPIPE_TRY(upipe_borders_check(&c->err, &s->borders));
-    return upipe_borders_cover(&c->err, &s->borders, s->first, s->first + d->tokens);
+    UPIPE_TRY(upi_borders_check(&c->err, &s->borders));
+    return upi_borders_cover(&c->err, &s->borders, s->first, s->first + d->tokens);
 }
 
 UPIPE_API upipe_status upi_scan_check(upipe_ctx *c, const upipe_comm *comm, const upipe_scan *s,
@@ -56,28 +124,28 @@ enum { UPI_SCAN_FWD, UPI_SCAN_BWD }; /* what a call is */
 UPIPE_API upipe_status upi_scan_agree(upipe_ctx *c, upipe_comm *comm, const upipe_scan *s, int call,
                                       int carried, upipe_given *given)
 {
-    upipe_fields f;
+    upi_fields f;
     if (given == NULL) return UPIPE_OK;
     f.n = 0;
-    upipe_field_int(&f, "tokens of the scan", s->plan->desc.tokens);
-    upipe_field_int(&f, "its ranks in a ring", s->plan->desc.ring);
-    upipe_field_int(&f, "position of its first token", s->first);
-    upipe_field_int(&f, "heads of its state", s->heads);
-    upipe_field_int(&f, "size of a head's state", s->size);
-    upipe_field_int(&f, "stage_heads", upi_scan_stage_heads(s));
-    upipe_field_int(&f, "carry", carried);
-    upipe_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
-    upipe_field_int(&f, "cu_seqlens (hash)", (int64_t)(upipe_borders_hash(&s->borders) >> 1));
-    UPIPE_TRY(upipe_given_same(&c->err, given, s->plan->seal, 0, &f, NULL, 0));
-    upipe_field_int(&f, "its direction (1: backward)", call);
-    return upipe_comm_agree(c, comm, &f);
+    upi_field_int(&f, "tokens of the scan", s->plan->desc.tokens);
+    upi_field_int(&f, "its ranks in a ring", s->plan->desc.ring);
+    upi_field_int(&f, "position of its first token", s->first);
+    upi_field_int(&f, "heads of its state", s->heads);
+    upi_field_int(&f, "size of a head's state", s->size);
+    upi_field_int(&f, "stage_heads", upi_scan_stage_heads(s));
+    upi_field_int(&f, "carry", carried);
+    upi_field_int(&f, "cu_seqlens_n", s->borders.cu_seqlens_n);
+    upi_field_int(&f, "cu_seqlens (hash)", (int64_t)(upi_borders_hash(&s->borders) >> 1));
+    UPIPE_TRY(upi_given_same(&c->err, given, s->plan->seal, 0, &f, NULL, 0));
+    upi_field_int(&f, "its direction (1: backward)", call);
+    return upi_agree(c, comm, &f);
 }
 
 /* ---- passes ---- */
 
 enum { UPI_SCAN_MESSAGES = 3 }; /* of one step: to the next rank, from the one before, into the carry */
 
-/* A pass of one rank. The message list outlives upipe_unwind. */
+/* A pass of one rank. The message list outlives upi_unwind. */
 typedef struct upi_scan_pass {
     const upipe_scan *s;
     upipe_comm *comm;
@@ -99,7 +167,7 @@ UPIPE_API int upi_scan_stage(const upi_scan_pass *p, int i, int *first)
 {
     const int most = upi_scan_stage_heads(p->s);
     *first = i * most;
-    if (i < 0 || i >= upipe_scan_stages(p->s)) return 0;
+    if (i < 0 || i >= upi_scan_stages(p->s)) return 0;
     return p->s->heads - *first < most ? p->s->heads - *first : most;
 }
 
@@ -127,7 +195,7 @@ UPIPE_API upipe_status upi_scan_fwd_run(upipe_ctx *c, upi_scan_pass *p, float *s
     const int back = p->rank == 0 && carry != NULL && upi_scan_joined(s, p->last + 1);
     const int depth = upi_scan_fwd_depth(s, p->rank), away = upi_scan_fwd_depth(s, p->last);
     const int64_t size = s->size;
-    const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
+    const int steps = upi_scan_stages(s) + upi_scan_depth(s);
     int step, first, n;
     void *out;
     UPIPE_TRY(upipe_alloc(c, &out, upi_scan_stage_bytes(s), UPIPE_USE_SCRATCH, "scan_state"));
@@ -156,11 +224,11 @@ UPIPE_API upipe_status upi_scan_bwd_run(upipe_ctx *c, upi_scan_pass *p, const fl
     const int back = end && upi_scan_joined(s, 0);
     const int depth = upi_scan_bwd_depth(s, p->rank), away = upi_scan_bwd_depth(s, 0);
     const int64_t size = s->size;
-    const int steps = upipe_scan_stages(s) + upi_scan_depth(s);
+    const int steps = upi_scan_stages(s) + upi_scan_depth(s);
     int step, first, n;
     void *buf;
     float *now, *next, *other;
-    UPIPE_TRY(upipe_alloc(c, &buf, 2 * upi_scan_stage_bytes(s), UPIPE_USE_GRAD, "scan_dstate"));
+    UPIPE_TRY(upipe_alloc(c, &buf, 2 * upi_scan_stage_bytes(s), UPIPE_USE_ACT_GRAD, "scan_dstate"));
     now = (float *)buf;
     next = now + upi_scan_stage_bytes(s) / 4;
     for (step = 0; step < steps; ++step, other = now, now = next, next = other) {
@@ -183,7 +251,7 @@ UPIPE_API upipe_status upi_scan_bwd_run(upipe_ctx *c, upi_scan_pass *p, const fl
 /* The end of a pass: its buffers go back to the pool, and after a failure the others are released. */
 UPIPE_API upipe_status upi_scan_end(upipe_ctx *c, upipe_status s, int64_t mark, upipe_comm *comm)
 {
-    if (s != UPIPE_OK) return upipe_unwind(c, s, mark, comm);
+    if (s != UPIPE_OK) return upi_unwind(c, s, mark, comm);
     upipe_mem_rewind(c->mem, mark);
     return UPIPE_OK;
 }

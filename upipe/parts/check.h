@@ -1,19 +1,15 @@
-/* upipe_check.h -- checks of the calls of the compute table, for backends        layer 2, includes ops
+/* check.h -- checks of the calls of the compute table, for backends
  *
  * One function an entry checks shapes, storage types, NULLs, and which views may share memory; each breach
  * has its own sentence. No pointer to elements is dereferenced, so they may lie in any device's memory. A check
  * that must read elements (a target beyond the last column, say) is the backend's.
  *
- *     UPIPE_TRY(upipe_check_rmsnorm(c, y, x, norm_weight, eps));
+ *     UPIPE_TRY(upi_check_rmsnorm(c, y, x, norm_weight, eps));
  */
-#ifndef UPIPE_CHECK_H
-#define UPIPE_CHECK_H
+#ifndef UPIPE_PARTS_CHECK_H
+#define UPIPE_PARTS_CHECK_H
 
 #include <math.h>
-
-#include "upipe_ops.h"
-
-enum { UPIPE_ROPE_DIM_MAX = 256 };
 
 /* ---- views ---- */
 
@@ -22,9 +18,9 @@ UPIPE_API upipe_status upi_row_check(upipe_ctx *c, const char *call, const char 
     if (v.n < 0 || v.h < 1 || v.d < 1)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is [%lld][%d][%d]", call, name, (long long)v.n, v.h,
                           v.d);
-    if (!upipe_dtype_built(&v.dtype))
+    if (!upi_dtype_built(&v.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "%s: %s has storage type %d", call, name,
-                          upipe_enum_number(&v.dtype, sizeof v.dtype));
+                          upi_enum_number(&v.dtype, sizeof v.dtype));
     if (v.data == NULL && v.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: %s is NULL", call, name);
     return UPIPE_OK;
 }
@@ -56,7 +52,7 @@ UPIPE_API upipe_status upi_row_check_alias(upipe_ctx *c, const char *call, const
 /* ---- rows ---- */
 
 /* ARG if dst or src is NULL and bytes > 0. */
-UPIPE_API upipe_status upipe_check_copy(upipe_ctx *c, const void *dst, const void *src, size_t bytes)
+UPIPE_API upipe_status upi_check_copy(upipe_ctx *c, const void *dst, const void *src, size_t bytes)
 {
     if (bytes > 0 && (dst == NULL || src == NULL))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "copy: %zu bytes, but %s is NULL", bytes,
@@ -65,7 +61,7 @@ UPIPE_API upipe_status upipe_check_copy(upipe_ctx *c, const void *dst, const voi
 }
 
 /* ARG if dst is NULL and bytes > 0. */
-UPIPE_API upipe_status upipe_check_zero(upipe_ctx *c, const void *dst, size_t bytes)
+UPIPE_API upipe_status upi_check_zero(upipe_ctx *c, const void *dst, size_t bytes)
 {
     if (bytes > 0 && dst == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "zero: %zu bytes, but dst is NULL", bytes);
@@ -73,7 +69,7 @@ UPIPE_API upipe_status upipe_check_zero(upipe_ctx *c, const void *dst, size_t by
 }
 
 /* dst and src: equal shapes, any types. */
-UPIPE_API upipe_status upipe_check_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
+UPIPE_API upipe_status upi_check_cast(upipe_ctx *c, upipe_view dst, upipe_view src)
 {
     UPIPE_TRY(upi_row_check(c, "cast", "dst", dst));
     return upi_row_check_like(c, "cast", "src", src, dst, dst.d);
@@ -81,7 +77,7 @@ UPIPE_API upipe_status upipe_check_cast(upipe_ctx *c, upipe_view dst, upipe_view
 
 /* x: rows of d, at most UPIPE_ROPE_DIM_MAX (else UNSUPPORTED); an even number of dims; count, positions, theta or
  * rates, and factor in range. */
-UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
+UPIPE_API upipe_status upi_check_rope(upipe_ctx *c, const upipe_rope *r)
 {
     int32_t turned, p;
     if (r == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "rope: the call is NULL");
@@ -107,8 +103,8 @@ UPIPE_API upipe_status upipe_check_rope(upipe_ctx *c, const upipe_rope *r)
 }
 
 /* y like x, which it may be; weight f32 [d], not NULL; eps >= 0. */
-UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
-                                           float eps)
+UPIPE_API upipe_status upi_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_view x, const float *weight,
+                                         float eps)
 {
     UPIPE_TRY(upi_row_check(c, "rmsnorm", "x", x));
     UPIPE_TRY(upi_row_check_like(c, "rmsnorm", "y", y, x, x.d));
@@ -119,8 +115,8 @@ UPIPE_API upipe_status upipe_check_rmsnorm(upipe_ctx *c, upipe_view y, upipe_vie
 }
 
 /* dx, dy and x: equal shapes; dx may be dy or x unless it accumulates; weight f32 [d], not NULL; eps >= 0. */
-UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
-                                               const float *weight, float eps, int accumulate)
+UPIPE_API upipe_status upi_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upipe_view dy, upipe_view x,
+                                             const float *weight, float eps, int accumulate)
 {
     UPIPE_TRY(upi_row_check(c, "rmsnorm_bwd", "dy", dy));
     UPIPE_TRY(upi_row_check_like(c, "rmsnorm_bwd", "x", x, dy, dy.d));
@@ -136,7 +132,7 @@ UPIPE_API upipe_status upipe_check_rmsnorm_bwd(upipe_ctx *c, upipe_view dx, upip
 }
 
 /* dy: any view; db f32 [h][d]: not NULL. */
-UPIPE_API upipe_status upipe_check_bias_bwd(upipe_ctx *c, const float *db, upipe_view dy)
+UPIPE_API upipe_status upi_check_bias_bwd(upipe_ctx *c, const float *db, upipe_view dy)
 {
     UPIPE_TRY(upi_row_check(c, "bias_bwd", "dy", dy));
     if (db == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "bias_bwd: db is NULL");
@@ -144,7 +140,7 @@ UPIPE_API upipe_status upipe_check_bias_bwd(upipe_ctx *c, const float *db, upipe
 }
 
 /* a and b: equal shapes; out: f32, the same rows with d = 1. */
-UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
+UPIPE_API upipe_status upi_check_rowdot(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b)
 {
     UPIPE_TRY(upi_row_check(c, "rowdot", "a", a));
     UPIPE_TRY(upi_row_check_like(c, "rowdot", "b", b, a, a.d));
@@ -155,8 +151,8 @@ UPIPE_API upipe_status upipe_check_rowdot(upipe_ctx *c, upipe_view out, upipe_vi
 }
 
 /* dst: f32 if it accumulates (else UNSUPPORTED); src: not NULL if there are terms and rows. */
-UPIPE_API upipe_status upipe_check_sum(upipe_ctx *c, upipe_view dst, const float *src, int count,
-                                       int accumulate)
+UPIPE_API upipe_status upi_check_sum(upipe_ctx *c, upipe_view dst, const float *src, int count,
+                                     int accumulate)
 {
     UPIPE_TRY(upi_row_check(c, "sum", "dst", dst));
     if (count < 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "sum: %d terms", count);
@@ -168,7 +164,7 @@ UPIPE_API upipe_status upipe_check_sum(upipe_ctx *c, upipe_view dst, const float
 }
 
 /* y and x: equal shapes; both may be the same view. */
-UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
+UPIPE_API upipe_status upi_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
 {
     UPIPE_TRY(upi_row_check(c, "add", "y", y));
     UPIPE_TRY(upi_row_check_like(c, "add", "x", x, y, y.d));
@@ -176,7 +172,7 @@ UPIPE_API upipe_status upipe_check_add(upipe_ctx *c, upipe_view y, upipe_view x)
 }
 
 /* y and x: equal shapes; both may be the same view. factor: finite. */
-UPIPE_API upipe_status upipe_check_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
+UPIPE_API upipe_status upi_check_scale(upipe_ctx *c, upipe_view y, upipe_view x, float factor)
 {
     UPIPE_TRY(upi_row_check(c, "scale", "y", y));
     UPIPE_TRY(upi_row_check_like(c, "scale", "x", x, y, y.d));
@@ -188,7 +184,7 @@ UPIPE_API upipe_status upipe_check_scale(upipe_ctx *c, upipe_view y, upipe_view 
 
 /* out, a and b: shapes that fit for these flags; heads of a and b are those of out or 1, or out has one and a
  * and b the same; f32 to accumulate. */
-UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags)
+UPIPE_API upipe_status upi_check_gemm(upipe_ctx *c, upipe_view out, upipe_view a, upipe_view b, int flags)
 {
     const int known = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_TRANS_B | UPIPE_GEMM_ACCUMULATE;
     int trans_a = (flags & UPIPE_GEMM_TRANS_A) != 0, trans_b = (flags & UPIPE_GEMM_TRANS_B) != 0;
@@ -201,11 +197,11 @@ UPIPE_API upipe_status upipe_check_gemm(upipe_ctx *c, upipe_view out, upipe_view
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "gemm: out [%lld][%d][%d], a [%lld][%d][%d], b [%lld][%d][%d]", (long long)out.n,
                           out.h, out.d, (long long)a.n, a.h, a.d, (long long)b.n, b.h, b.d);
-    if (!upipe_dtype_built(&out.dtype) || !upipe_dtype_built(&a.dtype) || !upipe_dtype_built(&b.dtype))
+    if (!upi_dtype_built(&out.dtype) || !upi_dtype_built(&a.dtype) || !upi_dtype_built(&b.dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "gemm: storage type %d, %d or %d",
-                          upipe_enum_number(&out.dtype, sizeof out.dtype),
-                          upipe_enum_number(&a.dtype, sizeof a.dtype),
-                          upipe_enum_number(&b.dtype, sizeof b.dtype));
+                          upi_enum_number(&out.dtype, sizeof out.dtype),
+                          upi_enum_number(&a.dtype, sizeof a.dtype),
+                          upi_enum_number(&b.dtype, sizeof b.dtype));
     if (a_rows != out.n || b_cols != out.d || a_depth != b_depth)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "gemm: out is %lld x %d, but op(a) is %lld x %lld and op(b) is %lld x %lld",
@@ -239,13 +235,13 @@ UPIPE_API int upi_gemm_join_side(upipe_view *v, int down)
     return 1;
 }
 
-/* upipe_gemm_join -- products that are added up (out.h = 1, a.h = b.h) as one product of a longer depth: a and b
- *                    become one matrix each. Other products stay as they are. For backends whose product does
- *                    not add up
+/* upi_gemm_join -- products that are added up (out.h = 1, a.h = b.h) as one product of a longer depth: a and b
+ *                  become one matrix each. Other products stay as they are. For backends whose product does
+ *                  not add up
  *   flags  UPIPE_GEMM_*
  * Returns 0, and leaves a and b, where the matrices of a or of b do not lie as one.
  */
-UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int flags)
+UPIPE_API int upi_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int flags)
 {
     upipe_view x = *a, y = *b;
     if (out.h > 1) return 1;
@@ -261,14 +257,14 @@ UPIPE_API int upipe_gemm_join(upipe_view out, upipe_view *a, upipe_view *b, int 
 
 UPIPE_API upipe_status upi_check_gate_kind(upipe_ctx *c, const char *call, upipe_gate_kind kind)
 {
-    const int number = upipe_enum_number(&kind, sizeof kind);
+    const int number = upi_enum_number(&kind, sizeof kind);
     if (number >= 0 && number <= UPIPE_GATE_SIGMOID) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s: kind %d is none of silu, gelu and sigmoid", call, number);
 }
 
 /* y, gate and up: equal shapes; y may be gate or up */
-UPIPE_API upipe_status upipe_check_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate,
-                                        upipe_view up)
+UPIPE_API upipe_status upi_check_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view y, upipe_view gate,
+                                      upipe_view up)
 {
     UPIPE_TRY(upi_check_gate_kind(c, "gate", kind));
     UPIPE_TRY(upi_row_check(c, "gate", "y", y));
@@ -279,8 +275,8 @@ UPIPE_API upipe_status upipe_check_gate(upipe_ctx *c, upipe_gate_kind kind, upip
 }
 
 /* gate, up and dy: equal shapes, three different addresses */
-UPIPE_API upipe_status upipe_check_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate,
-                                            upipe_view up, upipe_view dy)
+UPIPE_API upipe_status upi_check_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, upipe_view gate, upipe_view up,
+                                          upipe_view dy)
 {
     UPIPE_TRY(upi_check_gate_kind(c, "gate_bwd", kind));
     UPIPE_TRY(upi_row_check(c, "gate_bwd", "dy", dy));
@@ -295,7 +291,7 @@ UPIPE_API upipe_status upipe_check_gate_bwd(upipe_ctx *c, upipe_gate_kind kind, 
 }
 
 /* logits, grad: rows [n][1][V] */
-UPIPE_API upipe_status upipe_check_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
+UPIPE_API upipe_status upi_check_cross_entropy(upipe_ctx *c, const upipe_cross_entropy *x)
 {
     upipe_view l;
     if (x == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "cross_entropy: the call is NULL");
@@ -318,8 +314,8 @@ UPIPE_API upipe_status upipe_check_cross_entropy(upipe_ctx *c, const upipe_cross
 }
 
 /* x [n][1][D], table [V][1][D], tokens [n]; `call` is embed or embed_bwd */
-UPIPE_API upipe_status upipe_check_embed(upipe_ctx *c, const char *call, upipe_view x, upipe_view table,
-                                         const int32_t *tokens)
+UPIPE_API upipe_status upi_check_embed(upipe_ctx *c, const char *call, upipe_view x, upipe_view table,
+                                       const int32_t *tokens)
 {
     UPIPE_TRY(upi_row_check(c, call, "x", x));
     UPIPE_TRY(upi_row_check(c, call, "table", table));
@@ -330,11 +326,11 @@ UPIPE_API upipe_status upipe_check_embed(upipe_ctx *c, const char *call, upipe_v
     return UPIPE_OK;
 }
 
-/* As upipe_check_embed, with dtable in f32. */
-UPIPE_API upipe_status upipe_check_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_view dx,
-                                             const int32_t *tokens)
+/* As upi_check_embed, with dtable in f32. */
+UPIPE_API upipe_status upi_check_embed_bwd(upipe_ctx *c, upipe_view dtable, upipe_view dx,
+                                           const int32_t *tokens)
 {
-    UPIPE_TRY(upipe_check_embed(c, "embed_bwd", dx, dtable, tokens));
+    UPIPE_TRY(upi_check_embed(c, "embed_bwd", dx, dtable, tokens));
     if (dtable.dtype != UPIPE_F32)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "embed_bwd: the table's gradient is %s, not f32",
                           upipe_dtype_name(dtable.dtype));
@@ -342,7 +338,7 @@ UPIPE_API upipe_status upipe_check_embed_bwd(upipe_ctx *c, upipe_view dtable, up
 }
 
 /* x: any view; out: not NULL. */
-UPIPE_API upipe_status upipe_check_total(upipe_ctx *c, const double *out, upipe_view x)
+UPIPE_API upipe_status upi_check_total(upipe_ctx *c, const double *out, upipe_view x)
 {
     UPIPE_TRY(upi_row_check(c, "total", "x", x));
     if (out == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "total: out is NULL");
@@ -356,7 +352,7 @@ UPIPE_API int upi_adamw_number(double x, double least)
 }
 
 /* n >= 0, step >= 1, betas in [0, 1), numbers that f32 holds; no NULLs, no address twice. */
-UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
+UPIPE_API upipe_status upi_check_adamw(upipe_ctx *c, const upipe_adamw *a)
 {
     const void *memory[5];
     int i, j;
@@ -371,9 +367,9 @@ UPIPE_API upipe_status upipe_check_adamw(upipe_ctx *c, const upipe_adamw *a)
         !upi_adamw_number(a->grad_scale, -INFINITY))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "adamw: rate %g, eps %g, decay %g, gradients times %g",
                           a->rate, a->eps, a->decay, a->grad_scale);
-    if (a->copy != NULL && !upipe_dtype_built(&a->copy_dtype))
+    if (a->copy != NULL && !upi_dtype_built(&a->copy_dtype))
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED, "adamw: copy has storage type %d",
-                          upipe_enum_number(&a->copy_dtype, sizeof a->copy_dtype));
+                          upi_enum_number(&a->copy_dtype, sizeof a->copy_dtype));
     if (a->n == 0) return UPIPE_OK;
     memory[0] = a->w;
     memory[1] = a->m;
