@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """check_reach.py TOP [--list] -- how much of the library a plain forward and backward walk through
 
-Four counts, the first three of the core alone: backends, upipe_dry.h and the dry transport (upi_dry_*) are left out.
+Four counts, the first three of the core alone: backends, upipe_dry.h, the dry transport (upi_dry_*) and what counts pairs for it are left out.
 
     executed  functions that examples/00_trainer.c, a trainer of four ranks, executes inside upipe_layer_fwd and
               upipe_layer_bwd, and the files that they stand in. The program is compiled with -finstrument-functions,
@@ -33,10 +33,10 @@ from tree import Report, list_files, read_text
 PROGRAM = 'examples/00_trainer.c'
 # root -> functions, files, and functions of upipe_base.h besides. They go down, or up with a reason: a tile's product of
 # all heads joins its operands, and its heads are cast side by side; borders are upipe_attn.h's in attention too.
-EXECUTED = {'upipe_layer_fwd': (101, 16, 12), 'upipe_layer_bwd': (121, 18, 13)}
+EXECUTED = {'upipe_layer_fwd': (101, 14, 12), 'upipe_layer_bwd': (121, 16, 13)}
 REACHED = {'upipe_layer_fwd': 167}
 # Bytes of stack of each frame of these calls, and of what they reach.
-STACK, STACK_ROOTS, STACK_SHOWN = 2048, r'upipe_(layer|gated|qkv)_\w+', r'upipe_(layer|gated|qkv|fpdt)_\w+'
+STACK, STACK_ROOTS, STACK_SHOWN = 2048, r'upipe_(layer|qkv)_\w+', r'upipe_(layer|qkv|fpdt)_\w+'
 # A training's path to this call. It only goes down.
 TRAINER, PATH_TO, PATH = 'examples/llama/train.c', 'upipe_layer_fwd', 8
 TRAIN = ['--method', 'upipe', '--ranks', '1', '--tokens', '32', '--layers', '1', '--model-dim', '32', '--heads', '1',
@@ -44,7 +44,7 @@ TRAIN = ['--method', 'upipe', '--ranks', '1', '--tokens', '32', '--layers', '1',
 
 BASE = 'upipe_base.h'
 BACKENDS = ('cpu', 'cuda', 'net')
-DRY = re.compile(r'upi_dry_\w+')
+DRY = re.compile(r'upi_dry_\w+|upi_pairs_\w+|upipe_attn_pairs')
 
 # Scalar kernels compile in a second; of the core nothing depends on them. ThreadSanitizer's macro keeps them at -O0.
 BASIC = ['gcc', '-std=c11', '-D_POSIX_C_SOURCE=200809L', '-w', '-DUPIPE_CPU_SCALAR', '-D__SANITIZE_THREAD__']

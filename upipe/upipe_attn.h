@@ -1,4 +1,4 @@
-/* upipe_attn.h -- what one attention call is: arguments and their checks
+/* upipe_attn.h -- one attention call: what a row sees, arguments, checks
  *
  * One operation serves the whole sequence, a tile, a ring step and a packed sequence: q and k carry the
  * global position of their first row, and the mask is a statement about positions. Query head h reads
@@ -23,11 +23,11 @@
 
 /* ---- packed documents ---- */
 
-/* cu_seqlens has cu_seqlens_n + 1 ascending positions, in host memory: document i is [cu_seqlens[i], cu_seqlens[i + 1]),
+/* upipe_borders -- of packed documents
+ * cu_seqlens has cu_seqlens_n + 1 ascending positions, in host memory: document i is [cu_seqlens[i], cu_seqlens[i + 1]),
  * which may be empty. A position before the first border, or from the last one on, lies in no document: a token there
  * sees nothing in attention, and linear attention takes none. NULL: there are no borders.
  */
-
 typedef struct upipe_borders {
     const int64_t *cu_seqlens;
     int64_t cu_seqlens_n;

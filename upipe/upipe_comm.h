@@ -1,4 +1,4 @@
-/* upipe_comm.h -- the transport table, and the one-rank team
+/* upipe_comm.h -- the transport table: transfers, failures, agreement of ranks; teams without a transport
  *
  * A transfer is a batch of point-to-point sends and receives. Each rank passes a list of messages: what it
  * sends to which peer, and what it receives from which. An all-to-all, a shift round a ring and an all-gather

@@ -10,8 +10,7 @@
  *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);    dx may be x itself
  *     upipe_saved_free(&ctx, &saved);                                      the slots, which hold dQ now
  *
- * stage/types.h describes upipe_layer, upipe_grads and upipe_saved; upipe_layer.h has what the loops below call. A
- * failed call frees what it allocated and aborts the team, so that no rank waits for this one. Where a peer may still
+ * What the loops below call is in stage/. A failed call frees what it allocated and aborts the team, so that no rank waits for this one. Where a peer may still
  * read this rank's memory (team->quarantine), the pool is locked instead (upi_mem_quarantine).
  */
 #ifndef UPIPE_LAYER_H

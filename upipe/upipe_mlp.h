@@ -1,4 +1,4 @@
-/* upipe_mlp.h -- what a Transformer layer has beside attention, by tiles of tokens
+/* upipe_mlp.h -- the MLP, and the output head with its loss, by tiles of tokens
  *
  * Everything but attention treats each token by itself. So it runs on a few tokens at a time and holds its
  * intermediate tensors for those alone: the MLP's hidden layer, and the logits, which never exist as a whole.

@@ -1,4 +1,4 @@
-/* upipe_plan.h -- the schedule in closed form: which heads in which stage
+/* upipe_plan.h -- from a description of a run to its plan: tokens, stages, heads and bytes of a rank
  *
  * A description of the run goes in, numbers come out. Nothing is allocated and nothing runs.
  *

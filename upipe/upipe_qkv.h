@@ -11,15 +11,14 @@
  *     upipe_qkv_bwd(&ctx, &a, &g, &saved);                 dq, dk, dv; lse is freed
  *
  * Row r is token r % T of this rank's part of sequence r / T, in the positions of upipe_plan.shard. Rotary
- * embeddings are the host's business. The views of a fused product have constructors, in qkv/types.h:
+ * embeddings are the host's business. The views of a fused product have constructors:
  *
  *     upipe_qkv call = {&plan, id, mask};
  *     a = upipe_qkv_fused(&call, qkv, o, UPIPE_F32);       [B][T][H + 2 Hkv][d], and so [B][T][3][H][d]
  *     a = upipe_qkv_sbh3d(&call, qkv, o, UPIPE_F32, B, b); [T][B][H][3][d]: sequence b
  *     g = upipe_qkv_grads_of(&d);                          d: the same constructor, over dqkv and dout
  *
- * upipe_qkv and upipe_qkv_grads are described there too. The stages are those of upipe_layer.h: load, attend,
- * store. Both loops are below.
+ * The stages are those of upipe_layer.h: load, attend, store. Both loops are below.
  */
 #ifndef UPIPE_QKV_H
 #define UPIPE_QKV_H

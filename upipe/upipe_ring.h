@@ -1,7 +1,7 @@
-/* upipe_ring.h -- attention over a ring of ranks that share the sequence
+/* upipe_ring.h -- attention with blocks of keys and values, of this rank and of the others in its ring
  *
- * Every rank keeps its queries. Keys and values reach them in one of three ways, each a loop around the same call of
- * attention (upipe_ring.h), in a file of its own:
+ * Every rank keeps its queries. Keys and values reach them in one of three ways, each a loop around the same
+ * call, upipe_attend_fwd or _bwd, in a file of its own:
  *
  *     ring/p2p.h         K and V are sent round, r -> r + 1, while the block on the rank is attended. Gradients of K
  *                        and V follow one step behind in f32, and are back on their own rank after R sends

@@ -39,7 +39,7 @@ typedef struct upipe_session_desc {
 /* upipe_session -- the host's, and must not move between open and close
  *   ctx     for all calls; its mem is NULL without a slab
  *   plan    this rank's
- *   call    the description's, with the plan: for the constructors in qkv/types.h
+ *   call    the description's, with the plan: for the constructors of upipe_qkv.h
  *   mem     the pool over the slab
  *   dry     the dry run's result; its table of blocks is the pool's when there is a slab
  */

@@ -9,7 +9,7 @@
  *       2         shard              shard            whole
  *       3         shard              shard            shard
  *
- *     upipe_zero z = {0};                                     its fields, and who has what: zero/shards.h
+ *     upipe_zero z = {0};                                     its fields are described below
  *     z.world = world, z.stage = 3, z.first = first, z.units = units, ...   first[u]: where unit u begins
  *     z.weights = block of upipe_zero_held(&z, UPIPE_ZERO_WEIGHTS) elements; z.grads, states alike
  *     upipe_zero_check(&ctx, &z);

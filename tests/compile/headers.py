@@ -39,6 +39,8 @@ SIMD = {
     ' with portable vectors': (['-DUPIPE_CPU_PORTABLE'], 'aarch64'),
     ' without vectors': (['-DUPIPE_CPU_SCALAR'], '.'),
 }
+# Folders of parts, which compile with the headers that include them alone.
+PRIVATE = {'stage', 'ring', 'fpdt', 'linear', 'parts'}
 # Headers that need other projects' headers: the words that name these.
 FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda',
            'cuda/upipe_cuda_linear_bytes.h': 'cuda', 'cuda/upipe_cuda_watch.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda',
@@ -197,6 +199,8 @@ def find_flags(top):
 def find_headers(top):
     found = []
     for folder, _, files in os.walk(os.path.join(top, 'upipe')):
+        if os.path.basename(folder) in PRIVATE:
+            continue
         found += [os.path.relpath(os.path.join(folder, name), os.path.join(top, 'upipe')) for name in files]
     return sorted(name.replace(os.sep, '/') for name in found if name.endswith('.h'))
 

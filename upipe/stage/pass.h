@@ -1,4 +1,4 @@
-/* pass.h -- the attention block, what its forward leaves, and a pass over its stages */
+/* pass.h -- the state of a call of the attention block */
 #ifndef UPIPE_STAGE_PASS_H
 #define UPIPE_STAGE_PASS_H
 
