@@ -32,7 +32,7 @@ static upipe_status both_ways(upipe_ctx *c, const upipe_qkv *a, const upipe_qkv_
     return upipe_qkv_bwd(c, a, g, &saved);
 }
 
-/* ---- the host ---- */
+/* ---- a session ---- */
 
 /* The layers' forwards, then their backwards, then a sum: what the slab is for. */
 static upipe_status steps(void *user, upipe_session *h)
@@ -174,7 +174,7 @@ static void test_layouts(const upipe_ops *ops)
     CHECK_STATUS(upipe_threads_sessions(&d, ops, 60, sbh3d_body, &err), UPIPE_OK, err);
 }
 
-/* ---- numbers of the host ---- */
+/* ---- numbers of a session ---- */
 
 static upipe_status numbers_body(void *user, upipe_session *h)
 {
@@ -227,14 +227,14 @@ static void test_refused(const upipe_ops *ops)
     CHECK_REFUSED(upipe_session_open(h, NULL), UPIPE_ERR_ARG, c->err, "the description is NULL");
     d.layers = 0;
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
-                  "a host of 0 layers in flight, at least 1");
+                  "a session of 0 layers in flight, at least 1");
     d = description(4, 1);
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
                   "a description of 4 ranks in a ring of 1, for a team of 1 in a ring of 1");
     d = description(1, 1), d.plan.dtype = (upipe_dtype)7;
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
     d = description(1, 1);
-    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the session is not open");
     CHECK_STATUS(upipe_session_open(h, &d), UPIPE_OK, c->err);
     bytes = upipe_session_slab_bytes(h);
     d = description(1, LAYERS); /* without a slab an open one may be opened for another plan */
@@ -242,7 +242,7 @@ static void test_refused(const upipe_ops *ops)
     CHECK(upipe_session_slab_bytes(h) > bytes);
     d.plan.dtype = (upipe_dtype)7;
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
-    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the session is not open");
     d = description(1, 1);
     CHECK_STATUS(upipe_session_open(h, &d), UPIPE_OK, c->err);
     CHECK(upipe_session_slab_bytes(h) <= sizeof slab);
@@ -250,9 +250,9 @@ static void test_refused(const upipe_ops *ops)
     CHECK_REFUSED(upipe_qkv_eval(c, &a), UPIPE_ERR_ARG, c->err, "ctx->mem is NULL");
     CHECK_REFUSED(upipe_session_slab(h, NULL), UPIPE_ERR_MEMORY, c->err, "no slab of");
     CHECK_STATUS(upipe_session_slab(h, slab), UPIPE_OK, c->err);
-    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host has a slab");
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the session has a slab");
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
-                  "the host has a slab: upipe_session_close");
+                  "the session has a slab: upipe_session_close");
     CHECK_STATUS(upipe_qkv_eval(c, &a), UPIPE_OK, c->err);
 
     a = upipe_qkv_fused(&h->call, t.qkv, t.o, (upipe_dtype)7);
@@ -266,10 +266,10 @@ static void test_refused(const upipe_ops *ops)
 
     CHECK_STATUS(upipe_alloc(c, &block, 8, UPIPE_USE_OTHER, "mine"), UPIPE_OK, c->err);
     CHECK_REFUSED(upipe_session_close(h), UPIPE_ERR_ARG, c->err, "8 bytes live, the first is 'mine'");
-    CHECK_REFUSED(upipe_session_close(h), UPIPE_ERR_ARG, c->err, "the host has no slab, or is closed");
+    CHECK_REFUSED(upipe_session_close(h), UPIPE_ERR_ARG, c->err, "the session has no slab, or is closed");
     a = upipe_qkv_fused(&h->call, t.qkv, t.o, UPIPE_F32);
     CHECK_REFUSED(upipe_qkv_eval(c, &a), UPIPE_ERR_ARG, c->err, "ctx->mem is NULL");
-    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the host is not open");
+    CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the session is not open");
     CHECK_STATUS(upipe_session_close(NULL), UPIPE_ERR_ARG, c->err);
 
     d.plan.ranks = -1;

@@ -341,7 +341,7 @@ static void layers(job *j, upipe_session *h)
 static upipe_status body(void *user, upipe_session *h)
 {
     upipe_status s = UPIPE_OK;
-    port_host = h;
+    port_session = h;
     try {
         layers(static_cast<job *>(user), h);
     } catch (const std::exception &e) {

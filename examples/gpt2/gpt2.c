@@ -56,7 +56,7 @@ typedef struct part {
     int evaluates; /* nothing is kept for a backward */
     kept layer[LAYERS + 1];
 #ifdef UPIPE
-    upipe_session *host;
+    upipe_session *session;
     upipe_saved saved[LAYERS];
 #endif
 } part;
@@ -160,9 +160,9 @@ static int attention_fwd(part *p, int l)
 {
     float *heads = p->layer[l].heads, *qkv = p->layer[l].qkv;
 #ifdef UPIPE
-    const upipe_qkv a = upipe_qkv_fused(&p->host->call, qkv, heads, UPIPE_F32);
-    if (p->evaluates) return upipe_qkv_eval(&p->host->ctx, &a) != UPIPE_OK;
-    return upipe_qkv_fwd(&p->host->ctx, &a, &p->saved[l]) != UPIPE_OK;
+    const upipe_qkv a = upipe_qkv_fused(&p->session->call, qkv, heads, UPIPE_F32);
+    if (p->evaluates) return upipe_qkv_eval(&p->session->ctx, &a) != UPIPE_OK;
+    return upipe_qkv_fwd(&p->session->ctx, &a, &p->saved[l]) != UPIPE_OK;
 #else
     for (int i = 0; i < p->rows; ++i)
         for (int h = 0; h < HEADS; ++h) {
@@ -177,10 +177,10 @@ static int attention_bwd(part *p, int l, float *dqkv, float *dheads)
 {
     float *heads = p->layer[l].heads, *qkv = p->layer[l].qkv;
 #ifdef UPIPE
-    const upipe_qkv a = upipe_qkv_fused(&p->host->call, qkv, heads, UPIPE_F32);
-    const upipe_qkv d = upipe_qkv_fused(&p->host->call, dqkv, dheads, UPIPE_F32);
+    const upipe_qkv a = upipe_qkv_fused(&p->session->call, qkv, heads, UPIPE_F32);
+    const upipe_qkv d = upipe_qkv_fused(&p->session->call, dqkv, dheads, UPIPE_F32);
     const upipe_qkv_grads g = upipe_qkv_grads_of(&d);
-    return upipe_qkv_bwd(&p->host->ctx, &a, &g, &p->saved[l]) != UPIPE_OK;
+    return upipe_qkv_bwd(&p->session->ctx, &a, &g, &p->saved[l]) != UPIPE_OK;
 #else
     memset(dqkv, 0, (size_t)p->rows * 3 * DIM * sizeof *dqkv);
     for (int i = 0; i < p->rows; ++i)
@@ -331,7 +331,7 @@ static int sample(part *p, weights *w, int first)
         double next = 0;
         bad = likeliest(p, w, used, &next);
 #ifdef UPIPE
-        bad = bad || upipe_scalars_sum(&p->host->ctx, p->host->ctx.team, &next, 1);
+        bad = bad || upipe_scalars_sum(&p->session->ctx, p->session->ctx.team, &next, 1);
 #endif
         for (int i = 0; i < p->rows; ++i)
             if (p->sequence[i] == 0 && p->position[i] == used) p->input[i] = (int)next;
@@ -366,7 +366,7 @@ static int train(part *p, int first)
         fill(p, 0);
         bad = forward_backward(p, w, dw, &loss[0]);
 #ifdef UPIPE
-        upipe_ctx *c = &p->host->ctx;
+        upipe_ctx *c = &p->session->ctx;
         bad = bad || upipe_all_reduce(c, c->team, (float *)dw, WEIGHTS);
 #endif
         for (int i = 0; i < WEIGHTS && !bad; ++i) ((float *)w)[i] -= 0.1f * ((float *)dw)[i];
@@ -390,7 +390,7 @@ static int train(part *p, int first)
 static upipe_status rank_main(void *user, upipe_session *h)
 {
     static _Thread_local part p; /* a rank is a thread */
-    for ((void)user, p.host = h; p.rows < h->plan.rows; ++p.rows) {
+    for ((void)user, p.session = h; p.rows < h->plan.rows; ++p.rows) {
         p.sequence[p.rows] = p.rows / (int)h->plan.shard.n;
         p.position[p.rows] = (int)upipe_shard_pos(&h->plan.shard, p.rows % h->plan.shard.n);
     }

@@ -34,11 +34,11 @@ class UpipeAttention final : public AttentionBackend
     }
 
   private:
-    /* The host's call with this layer's mask, whose borders the caller keeps. */
+    /* The session's call with this layer's mask, whose borders the caller keeps. */
     static upipe_qkv masked(const AttentionParams &p, std::vector<std::int64_t> &borders)
     {
-        port_check(port_host != nullptr, "no host");
-        upipe_qkv call = port_host->call;
+        port_check(port_session != nullptr, "no session");
+        upipe_qkv call = port_session->call;
         call.scale = p.scale;
         call.mask.causal = 1;
         call.mask.window = p.window;

@@ -4,14 +4,14 @@
 void attention_forward_cudnn(floatX *out, float *stats, floatX *inp, int B, int T, int Hq, int Hkv, int d,
                              cudaStream_t stream)
 {
-    port_check(port_host != nullptr, "no host");
-    port_forward(port_call(port_host->call, inp, out, B, T, Hq, Hkv, d, stream), stats);
+    port_check(port_session != nullptr, "no session");
+    port_forward(port_call(port_session->call, inp, out, B, T, Hq, Hkv, d, stream), stats);
 }
 
 void attention_backward_cudnn(floatX *dqkv, floatX *dout, floatX *qkv, floatX *o, float *stats, int B, int T,
                               int Hq, int Hkv, int d, cudaStream_t stream)
 {
-    port_check(port_host != nullptr, "no host");
-    const upipe_qkv a = port_call(port_host->call, qkv, o, B, T, Hq, Hkv, d, stream);
-    port_backward(a, port_call(port_host->call, dqkv, dout, B, T, Hq, Hkv, d, stream), nullptr, stats);
+    port_check(port_session != nullptr, "no session");
+    const upipe_qkv a = port_call(port_session->call, qkv, o, B, T, Hq, Hkv, d, stream);
+    port_backward(a, port_call(port_session->call, dqkv, dout, B, T, Hq, Hkv, d, stream), nullptr, stats);
 }

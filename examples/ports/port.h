@@ -1,8 +1,8 @@
-/* port.h -- what both ports are made of: attention of a fused product by this thread's host, on the CPU or a GPU
+/* port.h -- what both ports are made of: attention of a fused product by this thread's session, on the CPU or a GPU
  *
- *     port_host = &h;          an open upipe_session (upipe/upipe_session.h): its table and slab say where it computes
+ *     port_session = &h;          an open upipe_session (upipe/upipe_session.h): its table and slab say where it computes
  *
- * A layer is known by the statistics that its forward has: the log-sum-exp lies in the host's pool, and theirs is not
+ * A layer is known by the statistics that its forward has: the log-sum-exp lies in the session's pool, and theirs is not
  * written. A forward whose layer still waits for a backward frees what it saved: it was an evaluation.
  */
 #ifndef PORT_H
@@ -15,14 +15,14 @@
 
 #include "trainer.h"
 
-inline thread_local upipe_session *port_host;
+inline thread_local upipe_session *port_session;
 inline thread_local std::map<const float *, upipe_saved> port_saved;
 
-/* Whether the host's plan is of these numbers. */
+/* Whether the session's plan is of these numbers. */
 inline bool port_fits(int B, int T, int Hq, int Hkv, int d)
 {
-    if (port_host == nullptr || port_host->ctx.mem == nullptr) return false;
-    const upipe_plan &p = port_host->plan;
+    if (port_session == nullptr || port_session->ctx.mem == nullptr) return false;
+    const upipe_plan &p = port_session->plan;
     return B == p.desc.batch && T == p.local && Hq == p.desc.heads && Hkv == p.desc.kv_heads &&
            d == p.desc.head_dim && d == p.desc.v_dim;
 }
@@ -37,14 +37,14 @@ inline upipe_qkv port_call(const upipe_qkv &call, floatX *qkv, floatX *out, int 
                            int d, cudaStream_t stream)
 {
     port_check(port_fits(B, T, Hq, Hkv, d),
-               "attention of another shape than the plan's, or without an open host");
-    port_host->ctx.stream = stream;
+               "attention of another shape than the plan's, or without an open session");
+    port_session->ctx.stream = stream;
     return upipe_qkv_fused(&call, qkv, out, sizeof(floatX) == 2 ? UPIPE_BF16 : UPIPE_F32);
 }
 
 inline void port_forward(const upipe_qkv &a, const float *stats)
 {
-    upipe_ctx *c = &port_host->ctx;
+    upipe_ctx *c = &port_session->ctx;
     const auto earlier = port_saved.find(stats);
     if (earlier != port_saved.end())
         port_check(upipe_saved_free(c, &earlier->second) == UPIPE_OK, c->err.text);
@@ -54,7 +54,7 @@ inline void port_forward(const upipe_qkv &a, const float *stats)
 /* d: the views of dqkv and dout. */
 inline void port_backward(const upipe_qkv &a, const upipe_qkv &d, float *dsinks, const float *stats)
 {
-    upipe_ctx *c = &port_host->ctx;
+    upipe_ctx *c = &port_session->ctx;
     const auto saved = port_saved.find(stats);
     port_check(saved != port_saved.end(), "a backward without a forward of these statistics");
     upipe_qkv_grads g = upipe_qkv_grads_of(&d);
@@ -63,12 +63,12 @@ inline void port_backward(const upipe_qkv &a, const upipe_qkv &d, float *dsinks,
     port_saved.erase(saved);
 }
 
-/* Before the host is closed: what evaluations have saved. */
+/* Before the session is closed: what evaluations have saved. */
 inline void port_end()
 {
-    for (auto &layer : port_saved) upipe_saved_free(&port_host->ctx, &layer.second);
+    for (auto &layer : port_saved) upipe_saved_free(&port_session->ctx, &layer.second);
     port_saved.clear();
-    port_host = nullptr;
+    port_session = nullptr;
 }
 
 #endif

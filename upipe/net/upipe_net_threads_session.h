@@ -1,4 +1,4 @@
-/* upipe_net_threads_session.h -- ranks that are threads, each with a host: team, slabs and pools
+/* upipe_net_threads_session.h -- ranks that are threads, each with a session: team, slabs and pools
  *
  *     static upipe_status body(void *user, upipe_session *h)        one rank: h->ctx.team->rank, h->plan, &h->ctx
  *     { ... }
@@ -15,17 +15,17 @@
 
 #include "../upipe_session.h"
 
-/* What the ranks share, and each one's host and slab. */
-typedef struct upi_threads_host_all {
+/* What the ranks share, and each one's session and slab. */
+typedef struct upi_threads_session_all {
     upipe_threads team;
     const upipe_session_desc *desc;
     const upipe_ops *ops;
     upipe_status (*body)(void *user, upipe_session *h);
-    upipe_session *hosts; /* [ranks] */
-    void **slabs;         /* [ranks] */
-} upi_threads_host_all;
+    upipe_session *sessions; /* [ranks] */
+    void **slabs;            /* [ranks] */
+} upi_threads_session_all;
 
-UPIPE_API upipe_status upi_threads_host(upi_threads_host_all *t, upipe_session *h, void **slab)
+UPIPE_API upipe_status upi_threads_session(upi_threads_session_all *t, upipe_session *h, void **slab)
 {
     UPIPE_TRY(upipe_session_open(h, t->desc));
     if (posix_memalign(slab, UPIPE_MEM_ALIGN, upipe_session_slab_bytes(h)) != 0) *slab = NULL;
@@ -34,14 +34,14 @@ UPIPE_API upipe_status upi_threads_host(upi_threads_host_all *t, upipe_session *
     return upipe_session_close(h);
 }
 
-UPIPE_API upipe_status upi_threads_host_main(void *user, int rank)
+UPIPE_API upipe_status upi_threads_session_main(void *user, int rank)
 {
-    upi_threads_host_all *t = (upi_threads_host_all *)user;
-    upipe_session *h = &t->hosts[rank];
+    upi_threads_session_all *t = (upi_threads_session_all *)user;
+    upipe_session *h = &t->sessions[rank];
     upipe_status s;
     h->ctx.ops = t->ops;
     h->ctx.team = upipe_threads_comm(&t->team, rank);
-    s = upi_threads_host(t, h, &t->slabs[rank]);
+    s = upi_threads_session(t, h, &t->slabs[rank]);
     if (s != UPIPE_OK)
         upipe_comm_abort(h->ctx.team, h->ctx.err.text); /* its sentence, if no call has left one */
     return s;
@@ -61,7 +61,7 @@ UPIPE_API upipe_status upipe_threads_sessions(const upipe_session_desc *desc, co
                                               upipe_status (*body)(void *user, upipe_session *h),
                                               upipe_err *e)
 {
-    upi_threads_host_all t;
+    upi_threads_session_all t;
     int ranks, i;
     upipe_status s;
     memset(&t, 0, sizeof t);
@@ -70,13 +70,14 @@ UPIPE_API upipe_status upipe_threads_sessions(const upipe_session_desc *desc, co
     ranks = desc->plan.ranks != 0 ? desc->plan.ranks : 1;
     t.desc = desc, t.ops = ops, t.body = body;
     UPIPE_TRY(upipe_threads_init(&t.team, ranks, deadline_s, e));
-    t.hosts = (upipe_session *)calloc((size_t)ranks, sizeof *t.hosts);
+    t.sessions = (upipe_session *)calloc((size_t)ranks, sizeof *t.sessions);
     t.slabs = (void **)calloc((size_t)ranks, sizeof *t.slabs);
-    s = t.hosts != NULL && t.slabs != NULL ? upipe_threads_run(&t.team, upi_threads_host_main, &t, NULL, e)
-                                           : upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for %d ranks", ranks);
+    s = t.sessions != NULL && t.slabs != NULL
+            ? upipe_threads_run(&t.team, upi_threads_session_main, &t, NULL, e)
+            : upipe_fail(e, UPIPE_ERR_MEMORY, "no memory for %d ranks", ranks);
     for (i = 0; t.slabs != NULL && i < ranks; ++i) free(t.slabs[i]);
     free(t.slabs);
-    free(t.hosts);
+    free(t.sessions);
     upipe_threads_free(&t.team);
     return s;
 }
