@@ -15,7 +15,7 @@
 enum { TOKENS = 128, HEADS = 8, KV_HEADS = 4, DIM = 64, CHUNK = 4, MODEL = 128, BLOCKS = 64 };
 enum { X = TOKENS * MODEL, WQ = HEADS * DIM * MODEL, WK = KV_HEADS * DIM * MODEL };
 
-/* ops.host points here: the library copies tables, so an entry finds its things through that pointer alone. */
+/* ops.user points here: the library copies tables, so an entry finds its things through that pointer alone. */
 typedef struct plug {
     upipe_ops base;         /* the table as it was: serves all other calls */
     int64_t served, passed; /* calls, of either kind */
@@ -52,7 +52,7 @@ static void add(float *to, float factor, const float *x, int n)
 
 static upipe_status loops_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    plug *p = (plug *)c->ops->host;
+    plug *p = (plug *)c->ops->user;
     const float scale = upipe_attn_scale(a);
     const int d = a->q.d;
     if (!loops_serve(a) || a->o.dtype != UPIPE_F32) return ++p->passed, p->base.attn_fwd(c, a);
@@ -79,7 +79,7 @@ static upipe_status loops_fwd(upipe_ctx *c, const upipe_attn *a)
 /* dk and dv are added to, head by head and in the order of the queries. O is read; g->delta would do without it. */
 static upipe_status loops_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    plug *p = (plug *)c->ops->host;
+    plug *p = (plug *)c->ops->user;
     const upipe_attn *a = &g->a;
     const float scale = upipe_attn_scale(a);
     const int d = a->q.d;
@@ -108,7 +108,7 @@ static upipe_status loops_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 static void plug_loops(plug *p, upipe_ops *ops)
 {
     p->base = *ops, p->served = p->passed = 0;
-    ops->host = p;
+    ops->user = p;
     ops->attn_fwd = loops_fwd;
     ops->attn_bwd = loops_bwd;
     ops->attn_reads_o = 1;

@@ -30,7 +30,7 @@ struct kernel {
     size_t own, bytes;                       /* of its workspace; and with what lies behind it */
 };
 
-/* ops.host points here: the library copies tables, so an entry finds its things through that pointer alone. */
+/* ops.user points here: the library copies tables, so an entry finds its things through that pointer alone. */
 struct plug {
     upipe_ops base;         /* the table as it was: serves all other calls */
     int64_t served, passed; /* calls, of either kind */
@@ -103,7 +103,7 @@ static kernel make(cudnnHandle_t handle, const upipe_attn *a, tensors t)
  * versions of the library among them, nor older results to add to, nor rows at other positions than the keys. */
 static const kernel *find(const upipe_ops *ops, const upipe_attn *a, const tensors &t)
 {
-    plug *p = (plug *)ops->host;
+    plug *p = (plug *)ops->user;
     upipe_mask known = {};
     known.causal = a->mask.causal;
     if (memcmp(&known, &a->mask, sizeof known) != 0 || a->merge || a->v.d != a->q.d || a->q.n == 0 ||
@@ -121,7 +121,7 @@ static const kernel *find(const upipe_ops *ops, const upipe_attn *a, const tenso
 
 static upipe_status run(upipe_ctx *c, const kernel *k, void *work, const tensors &t)
 {
-    plug *p = (plug *)c->ops->host;
+    plug *p = (plug *)c->ops->user;
     std::unordered_map<int64_t, void *> at;
     for (auto v : t) at.emplace(at.size() + 1, v.data);
     ++p->served;
@@ -134,7 +134,7 @@ static upipe_status run(upipe_ctx *c, const kernel *k, void *work, const tensors
 
 static upipe_status plug_fwd(upipe_ctx *c, const upipe_attn *a)
 {
-    plug *p = (plug *)c->ops->host;
+    plug *p = (plug *)c->ops->user;
     tensors t = tensors_of(a, NULL, NULL);
     const kernel *k = find(c->ops, a, t);
     if (k == NULL || k->bytes > a->work_bytes) return ++p->passed, p->base.attn_fwd(c, a);
@@ -145,7 +145,7 @@ static upipe_status plug_fwd(upipe_ctx *c, const upipe_attn *a)
 
 static upipe_status plug_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 {
-    plug *p = (plug *)c->ops->host;
+    plug *p = (plug *)c->ops->user;
     tensors t = tensors_of(&g->a, &g->dout, &g->dq);
     const kernel *k = find(c->ops, &g->a, t);
     if (k == NULL || k->bytes > g->a.work_bytes) return ++p->passed, p->base.attn_bwd(c, g);
@@ -160,7 +160,7 @@ static upipe_status plug_bwd(upipe_ctx *c, const upipe_attn_grad *g)
 static size_t plug_bytes(const upipe_ops *ops, const upipe_attn *a, int backward)
 {
     const kernel *k = find(ops, a, tensors_of(a, backward ? &a->o : NULL, &a->q));
-    return upipe_max_bytes(((plug *)ops->host)->base.attn_bytes(ops, a, backward), k != NULL ? k->bytes : 0);
+    return upipe_max_bytes(((plug *)ops->user)->base.attn_bytes(ops, a, backward), k != NULL ? k->bytes : 0);
 }
 
 /* ---- a call with it and without, forward and backward ---- */
@@ -222,7 +222,7 @@ int main()
         return fprintf(stderr, "no CUDA device, or no cuBLAS, or no cuDNN\n"), 1;
     must(upipe_cuda_init(&device, blas, &c.err));
     must(app_ops(&own.base, &device, &c.err));
-    with = own.base, with.host = &own;
+    with = own.base, with.user = &own;
     with.attn_fwd = plug_fwd, with.attn_bwd = plug_bwd, with.attn_bytes = plug_bytes, with.attn_reads_o = 1;
     c.ops = &own.base, c.stream = stream;
     g.a.q = tensor_of(UPIPE_BF16, HEADS, DIM, sinf, 0.37f),

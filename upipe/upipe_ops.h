@@ -7,7 +7,7 @@
  *     ops.gemm = my_gemm;
  *
  * An entry of the host may serve some calls and forward the others to the entry that it has replaced. The
- * host keeps the replaced entry, with whatever else its own needs, behind ops.host. attn_can and the *_bytes
+ * host keeps the replaced entry, with whatever else its own needs, behind ops.user. attn_can and the *_bytes
  * entries must then hold for whichever entry serves a call (docs/own_attention.md).
  *
  * Rules for every entry. Work is enqueued on ctx->stream. The caller checks the arguments; a request that the
@@ -128,7 +128,7 @@ typedef struct upipe_par {
 typedef struct upipe_ops {
     const char *name; /* "cpu-avx2", "cpu-portable", "cuda", ... */
     void *self;       /* the backend's own (a cuBLAS handle, say) */
-    void *host;       /* the host's own, for entries that it has set; the library never looks at it */
+    void *user;       /* the host's own, for entries that it has set; the library never looks at it */
     int attn_can;     /* what its attention supports beyond causal masks and equal head dims: UPIPE_ATTN_* */
     int attn_reads_o; /* nonzero: attn_bwd reads O, upipe_attn.o; blocks then keep O, and send it beside dO */
     size_t loss_bytes; /* of the default tile of logits, where it is more than the paper's square */

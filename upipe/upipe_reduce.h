@@ -33,7 +33,7 @@ UPIPE_API int64_t upipe_reduce_slice(int64_t n, int rank, int ranks, int64_t *fi
  *   strip       elements that a rank sums at a time
  *   sent        storage type of the terms on their way: UPIPE_F32, or UPIPE_BF16, to which they are rounded
  *   accumulate  dst += the sum, in one f32 chain that starts from dst; otherwise dst = the sum
- *   away        where the sums go from dst, and with accumulate come from before: host memory; NULL: they stay in dst
+ *   offloaded   where the sums go from dst, and with accumulate come from before: host memory; NULL: they stay in dst
  */
 typedef struct upi_reduction {
     float *dst;
@@ -41,7 +41,7 @@ typedef struct upi_reduction {
     int64_t n, strip;
     upipe_dtype sent;
     int accumulate;
-    float *away;
+    float *offloaded;
 } upi_reduction;
 
 /* Elements from one rank's terms to the next one's in a buffer. No strip is longer. */
@@ -113,15 +113,15 @@ UPIPE_API upipe_status upi_reduction_add(upipe_ctx *c, const upi_reduction *x, i
     return UPIPE_OK;
 }
 
-/* The same, by way of dst where the sums are kept away. */
+/* The same, by way of dst where the sums are offloaded. */
 UPIPE_API upipe_status upi_reduction_sum(upipe_ctx *c, const upi_reduction *x, int ranks, int64_t done,
                                          int64_t n, char *in)
 {
     const size_t bytes = (size_t)n * 4;
-    if (x->away == NULL || n == 0) return upi_reduction_add(c, x, ranks, done, n, in);
-    if (x->accumulate) UPIPE_TRY(c->ops->copy(c, x->dst + done, x->away + done, bytes));
+    if (x->offloaded == NULL || n == 0) return upi_reduction_add(c, x, ranks, done, n, in);
+    if (x->accumulate) UPIPE_TRY(c->ops->copy(c, x->dst + done, x->offloaded + done, bytes));
     UPIPE_TRY(upi_reduction_add(c, x, ranks, done, n, in));
-    return c->ops->copy(c, x->away + done, x->dst + done, bytes);
+    return c->ops->copy(c, x->offloaded + done, x->dst + done, bytes);
 }
 
 /* upi_reduction_run -- the sums over the ranks of comm; all of them call it with the same n, strip and sent

@@ -466,7 +466,7 @@ UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int u
 UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit, float *g)
 {
     upi_reduction x;
-    x.away = NULL;
+    x.offloaded = NULL;
     x.dst = (float *)upipe_zero_owned(z, UPIPE_ZERO_GRADS, unit);
     x.terms = g;
     x.n = upi_zero_n(z, unit);
@@ -474,7 +474,7 @@ UPIPE_API upipe_status upi_zero_sum(upipe_ctx *c, const upipe_zero *z, int unit,
     x.sent = upi_zero_sent(z);
     x.accumulate = z->stage >= 2;
     if (z->offload_grads) {
-        x.away = x.dst;
+        x.offloaded = x.dst;
         x.dst = g + (upipe_zero_slice(z, unit).first - z->first[unit]);
         x.accumulate = z->round > 0;
     }
