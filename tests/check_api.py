@@ -2,7 +2,8 @@
 """check_api.py TOP [--print] -- docs/api.md lists every public function, with the first sentence of its comment
 
 The page is printed from the headers of upipe/: --print writes it to standard output. Without it, prints one line for each
-function without a comment and the first line of the page that is out of date, and exits non-zero if there is one.
+function without a comment, the first line of the page that is out of date, and each line of docs/upgrade.sed that replaces
+what is still there, or by what is not; and exits non-zero if there is one.
 """
 
 import itertools
@@ -14,7 +15,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib
 from csource import code, functions  # pylint: disable=wrong-import-position
 from tree import Report, list_files, read_text  # pylint: disable=wrong-import-position
 
-PAGE = 'docs/api.md'
+PAGE, UPGRADE = 'docs/api.md', 'docs/upgrade.sed'
 TITLE = """# Public functions
 
 Every public function of the library, by header, with the first sentence of its comment. The comment in the header has the
@@ -70,6 +71,17 @@ def page(top, report):
     return text
 
 
+def check_upgrade(top, report):
+    """What hosts replace is gone, and what takes its place is there."""
+    headers = [name for name in list_files(top) if name.startswith('upipe/')]
+    words = set(re.findall(r'\w+', ' '.join(code(read_text(os.path.join(top, name))) for name in headers)))
+    for number, line in enumerate(read_text(os.path.join(top, UPGRADE)).splitlines(), 1):
+        found = re.fullmatch(r's([#/])(?:\\b)?(.+?)(?:\\b)?\1(.+)\1g?', line)
+        there = set(headers) if line.startswith('s#') else words
+        if not line.startswith('#') and (not found or found.group(2) in there or found.group(3) not in there):
+            report(UPGRADE, number, f'replaces what is there, or by what is not: {line}')
+
+
 def main(top, *option):
     report = Report()
     text = page(top, report)
@@ -82,6 +94,7 @@ def main(top, *option):
             report(PAGE, number, f'not what "python3 tests/check_api.py . --print > {PAGE}" prints: '
                                  f'it is {is_there!r}, not {wanted!r}')
             break
+    check_upgrade(top, report)
     print(f'api: {text.count("| `")} functions, {report.count} breaches')
     return report.count > 0
 
