@@ -8,9 +8,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-/* ---- the transport's own calls, counted: `live` must come back to 0; call number `fail_at` fails ---- */
+/* ---- the transport's own calls, counted: `alive` must come back to 0; call number `fail_at` fails ---- */
 
-static int live, calls, fail_at;
+static int alive, calls, fail_at;
 
 static int fails_now(void)
 {
@@ -20,13 +20,13 @@ static int fails_now(void)
 static void *test_calloc(size_t n, size_t bytes)
 {
     if (fails_now()) return NULL;
-    ++live;
+    ++alive;
     return calloc(n, bytes);
 }
 
 static void test_free(void *p)
 {
-    --live;
+    --alive;
     free(p);
 }
 
@@ -34,12 +34,12 @@ static void test_free(void *p)
     static int test_##init(type *x, const attributes *how) \
     {                                                      \
         if (fails_now()) return 11;                        \
-        ++live;                                            \
+        ++alive;                                           \
         return pthread_##init(x, how);                     \
     }                                                      \
     static int test_##destroy(type *x)                     \
     {                                                      \
-        --live;                                            \
+        --alive;                                           \
         return pthread_##destroy(x);                       \
     }
 COUNTED(mutex_init, mutex_destroy, pthread_mutex_t, pthread_mutexattr_t)
@@ -48,13 +48,13 @@ COUNTED(cond_init, cond_destroy, pthread_cond_t, pthread_condattr_t)
 static int test_create(pthread_t *t, const pthread_attr_t *how, void *(*body)(void *), void *p)
 {
     if (fails_now()) return 11;
-    ++live;
+    ++alive;
     return pthread_create(t, how, body, p);
 }
 
 static int test_join(pthread_t t, void **out)
 {
-    --live;
+    --alive;
     return pthread_join(t, out);
 }
 
@@ -108,7 +108,7 @@ static crew *crew_begin(int ranks, double deadline)
     crew *k = &the_crew;
     upipe_err e;
     *k = (crew){.ranks = ranks, .ops.copy = plain_copy, .ops.sync = plain_sync};
-    CHECK_INT(live, 0);
+    CHECK_INT(alive, 0);
     CHECK_STATUS(upipe_threads_init(&k->team, ranks, deadline, &e), UPIPE_OK, e);
     for (int r = 0; r < ranks; ++r) {
         k->ctx[r].ops = &k->ops;
@@ -125,7 +125,7 @@ static void crew_end(crew *k)
 {
     CHECK(upipe_net_now() - k->began < (int64_t)50 * 1000000000);
     upipe_threads_free(&k->team);
-    CHECK_INT(live, 0);
+    CHECK_INT(alive, 0);
 }
 
 /* Runs a body on every rank, with a fault of one of them, and ends the test. */
@@ -1091,7 +1091,7 @@ static void test_arguments(void)
     CHECK_STATUS(upipe_threads_init(&team, 2, -1, &e), UPIPE_ERR_ARG, e);
     CHECK_STATUS(upipe_threads_init(&team, 2, NAN, &e), UPIPE_ERR_ARG, e);
     upipe_threads_free(&team); /* a failed init leaves nothing, and free may be called all the same */
-    CHECK_INT(live, 0);
+    CHECK_INT(alive, 0);
 }
 
 /* A team of one whose rank disagrees with itself, and one whose patience is nil. */
@@ -1129,9 +1129,9 @@ static void test_resources(void)
         fail_at = at;
         CHECK_STATUS(upipe_threads_init(&team, ranks, 0, &e), at == 1 ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
                      e);
-        CHECK_INT(live, 0);
+        CHECK_INT(alive, 0);
         upipe_threads_free(&team);
-        CHECK_INT(live, 0);
+        CHECK_INT(alive, 0);
     }
     for (int at = 1; at <= ranks; ++at) { /* the thread of rank at - 1 cannot start */
         crew *k = crew_begin(ranks, 60);
