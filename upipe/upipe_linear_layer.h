@@ -31,8 +31,8 @@ enum { UPIPE_LINEAR_TILE_ROWS = 256 };
  *   id          as in upipe_layer
  *   plan        tokens, model_dim D and storage type are read; contiguous, of one sequence
  *   first borders  as in upipe_scan
- *   capacity    borders for whose chunks there is scratch too: with the same ones in every call a pool holds the same bytes,
- *               whatever documents there are, unless these make more chunks
+ *   capacity    borders for whose chunks scratch is sized as well, so that calls with other documents need the same bytes,
+ *               unless these make more chunks
  *   rules       with all entries; in a dry run those of a plan too (upipe_cuda_plan_linear)
  *   heads key_heads key_dim value_dim  heads of v and o, a multiple of those of q and k; head h reads key head
  *               h / (heads / key_heads)

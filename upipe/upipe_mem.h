@@ -377,9 +377,8 @@ typedef struct upipe_mem_tiles {
 } upipe_mem_tiles;
 
 /* upipe_mem_tiles_next -- the next tile of a loop over `all` rows by `rows`; 0 after the last
- *   m       the pool, which is after each tile as it was before, and a tile moves nothing between ranks. So in a dry pool
- *           tiles that have the same number of rows are gone through once, and all that is counted counts for all of
- *           them. NULL: a loop without a pool
+ *   m       the pool: in a dry one equal tiles run once, and what is counted counts for all of them. So a tile frees what
+ *           it allocates, and sends nothing. NULL: a loop without a pool
  */
 UPIPE_API int upipe_mem_tiles_next(upipe_mem *m, upipe_mem_tiles *t, int64_t all, int64_t rows)
 {

@@ -292,24 +292,25 @@ UPIPE_API int64_t upi_div_up(int64_t a, int64_t b)
 
 /* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V must be fetched.
  *
- * The rank has the heads begin .. end - 1. They fall into blocks: as many whole groups as fit into a stage, or one
- * group, in parts of m heads, where none does. The first block, `lead`, begins with the rest of the group that `begin`
- * cuts. What is left at the start of a block is one stage if it fits. */
+ * The rank has the heads begin .. end - 1, in blocks: as many whole groups as fit into a stage, or one group, in parts of
+ * m heads, where none does. The first block has what is left of the group that `begin` cuts, and whole groups if they
+ * fit. Of 48 heads in groups of 6 rank 1 of 6 has 8 .. 15; with m = 3 its stages are 8 9 10 | 11 | 12 13 14 | 15. */
 UPIPE_API upipe_head_range upi_uneven_stage(const upipe_plan *p, int stage, int rank, int *fresh)
 {
     const int64_t m = p->per_rank, group = p->group;
     const int64_t begin = upipe_cut(p->desc.heads, p->desc.ranks, rank);
     const int64_t end = upipe_cut(p->desc.heads, p->desc.ranks, rank + 1);
     const int64_t rest = group - begin % group;
-    const int64_t lead = m < group ? rest : rest + (m - rest) / group * group;
+    const int64_t first_block = m < group ? rest : rest + (m - rest) / group * group;
     const int64_t block = m < group ? group : m / group * group;
-    const int64_t lead_parts = upi_div_up(lead, m), parts = upi_div_up(block, m);
-    const int64_t after = stage - lead_parts, n = after / parts; /* stages and blocks after the lead */
-    const int64_t at = after < 0 ? begin : begin + lead + n * block;
+    const int64_t first_parts = upi_div_up(first_block, m), parts = upi_div_up(block, m);
+    const int64_t after = stage - first_parts,
+                  n = after / parts; /* stages and blocks after the first block */
+    const int64_t at = after < 0 ? begin : begin + first_block + n * block;
     const int64_t part = after < 0 ? stage : after % parts, left = end - at;
-    const int64_t full = after < 0 ? lead : block, size = left <= m || left < full ? left : full;
+    const int64_t full = after < 0 ? first_block : block, size = left <= m || left < full ? left : full;
     const int done =
-        after >= 0 && left + (n > 0 ? block : lead) <= m; /* the block before was all that was left */
+        after >= 0 && left + (n > 0 ? block : first_block) <= m; /* the block before was all that was left */
     const int64_t first = at + part * m, count = size - part * m < m ? size - part * m : m;
     *fresh = 0;
     if (done || count <= 0) return upi_head_range_make((int)end, 0);

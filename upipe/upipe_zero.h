@@ -442,11 +442,10 @@ UPIPE_API upipe_status upipe_zero_grads_begin(upipe_ctx *c, upipe_zero *z, int u
     return UPIPE_OK;
 }
 
-/* upipe_zero_grads_first -- upipe_zero_grads_begin for the unit whose end comes before that of any other: nothing is in
- *                           the shard of the gradients yet, and its front serves where it is large enough
- *   bytes   stages 2 and 3: none if the slices that precede this unit's in the shard have as many elements as the unit.
- *           Else, with offload_grads, or where a unit has ended since upipe_zero_grads_clear, those of
- *           upipe_zero_grads_begin
+/* upipe_zero_grads_first -- as upipe_zero_grads_begin, of the first unit that ends in a step: its block may be the shard,
+ *                           in which no sum lies yet
+ *   bytes   as upipe_zero_grads_begin. In stages 2 and 3 none where the shard holds as many elements before this unit's
+ *           slice as the unit has, is not offloaded, and no unit has ended since upipe_zero_grads_clear
  *   errors  as upipe_zero_grads_begin; and then upipe_zero_grads_end refuses any other unit before this one
  */
 UPIPE_API upipe_status upipe_zero_grads_first(upipe_ctx *c, upipe_zero *z, int unit, float **g)

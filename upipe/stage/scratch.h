@@ -57,8 +57,8 @@ UPIPE_API size_t upi_out_scratch(const upipe_ops *ops, const upi_pass *f, int he
 }
 
 /* Scratch of the pass, no less than f->scratch has: one size for all products, one for each attention kernel. A compute
- * table may sum dQ' in f32 scratch. It adds to a sum in the send buffer instead, which is cast into the place of dO'
- * afterwards, where the scratch that this saves is more than what the send buffer grows by.
+ * table may sum dQ' in f32 scratch of its own. Where that takes more bytes than a send buffer of f32 has over one of
+ * the storage type, dQ' is summed in the send buffer, and cast into the place of dO' afterwards.
  *   merge   1: a row attends its keys in several calls, as in a ring and in segments
  */
 UPIPE_API void upi_scratch_add(const upipe_ops *ops, upi_pass *f, int merge)
