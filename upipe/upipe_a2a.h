@@ -333,7 +333,7 @@ UPIPE_API upipe_status upipe_slots_alloc(upipe_ctx *c, const upipe_plan *p, upip
 {
     void *data;
     if (p == NULL || slots == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the plan or slots are NULL");
-    UPIPE_TRY(upipe_alloc(c, &data, p->buffers.slot * (size_t)p->stages, UPIPE_USE_OTHER, tag));
+    UPIPE_TRY(upipe_alloc(c, &data, p->buffers.slot * (size_t)p->stages, UPIPE_USE_OUT, tag));
     upipe_slots_init(slots, data, p->buffers.slot, p->stages, state);
     return UPIPE_OK;
 }

@@ -123,7 +123,7 @@ typedef struct upipe_mask {
     upipe_borders borders;
     const float *sinks;
     float softcap;
-    int causal, padded;
+    int causal, padded; /* padded is last: dry runs tell masks apart by what stands before it */
 } upipe_mask;
 
 /* upipe_attn -- forward

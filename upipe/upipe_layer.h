@@ -28,7 +28,7 @@ enum { UPIPE_TILE_ROWS = 256 }; /* default tile of the output projection and of 
  *               that are gathered for each use
  *   wq wk wv wo weights in the plan's storage type, heads in natural order as in published Llama checkpoints:
  *               [H*d][D], [Hkv*d][D], [Hkv*v_dim][D], [D][H*v_dim]
- *   wg          [H*v_dim][D], of a gated output (upipe_layer.h); NULL = none
+ *   wg          [H*v_dim][D], of a gated output (upipe_layer_gated_out_fwd); NULL = none
  *   bq bk bv bo f32 biases, [H*d], [Hkv*d], [Hkv*v_dim], [D]; each may be NULL = none. Those of Q, K, V are added
  *               to stored products, bo to the f32 sum
  *               wo, wg and bo are read by the out calls alone, and are those that upipe_layer_fwd was given

@@ -47,7 +47,7 @@ enum {
 typedef enum upipe_use {
     UPIPE_USE_OTHER,
     UPIPE_USE_QKV,         /* Q, K, V of stages and their send buffers: the paper's intermediate tensors */
-    UPIPE_USE_OUT,         /* final_out, in slots */
+    UPIPE_USE_OUT,         /* final_out and its gradient, in slots */
     UPIPE_USE_STAT,        /* lse and delta */
     UPIPE_USE_ACT_GRAD,    /* gradients of activations of the attention block */
     UPIPE_USE_DK,          /* of them: dK of a round at its tokens, */

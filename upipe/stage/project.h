@@ -1,4 +1,4 @@
-/* project.h -- what a stage sends, and what becomes of its gradients at this rank's tokens
+/* project.h -- Q, K and V of a stage's heads, made for the send buffer; their gradients at this rank's tokens
  *
  * One pair of functions makes Q, K and V from x (upi_project, upi_project_grad), another one packs tensors of the
  * host's own (upi_pack, upi_unpack_grad). A door chooses: upi_pass.fill and .grad.
