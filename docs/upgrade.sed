@@ -18,6 +18,8 @@ s#upipe/upipe_tile.h#upipe/upipe_mlp.h#
 s#upipe/upipe_unwind.h#upipe/upipe_comm.h#
 s#upipe/upipe_bytes.h#upipe/upipe_dry.h#
 s#upipe/net/upipe_net_threads_host.h#upipe/net/upipe_net_threads_session.h#
+s/\bUPIPE_USE_GRAD\b/UPIPE_USE_ACT_GRAD/g
+s/\bUPIPE_USE_GRADIENTS\b/UPIPE_USE_WEIGHT_GRAD/g
 s/\bgrads_away\b/offload_grads/g
 s/\bupipe_gated_out_bwd\b/upipe_layer_gated_out_bwd/g
 s/\bupipe_gated_out_fwd\b/upipe_layer_gated_out_fwd/g
@@ -115,6 +117,7 @@ s/\bupipe_kv_pair\b/upi_kv_pair/g
 s/\bupipe_linear_begins\b/upi_linear_begins/g
 s/\bupipe_linear_chunk_end\b/upi_linear_chunk_end/g
 s/\bupipe_linear_rules\b/upi_linear_rules/g
+s/\bupipe_mask_reads_positions\b/upi_mask_reads_positions/g
 s/\bupipe_mem_link\b/upi_mem_link/g
 s/\bupipe_mem_quarantine\b/upi_mem_quarantine/g
 s/\bupipe_msg_next\b/upi_msg_next/g
@@ -123,8 +126,6 @@ s/\bupipe_pass\b/upi_pass/g
 s/\bupipe_pass_init\b/upi_pass_init/g
 s/\bupipe_phase_set\b/upi_phase_set/g
 s/\bupipe_pipeline_run\b/upi_pipeline_run/g
-s/\bupipe_plan_check_ring\b/upi_plan_check_ring/g
-s/\bupipe_plan_check_team\b/upi_plan_check_team/g
 s/\bupipe_plan_same_block\b/upi_plan_same_block/g
 s/\bupipe_plan_sent_stage\b/upi_plan_sent_stage/g
 s/\bupipe_plan_team_bytes\b/upi_plan_team_bytes/g
@@ -137,6 +138,7 @@ s/\bupipe_ring_all_gather_start\b/upi_ring_all_gather_start/g
 s/\bupipe_ring_needed\b/upi_ring_needed/g
 s/\bupipe_ring_needed_by_node\b/upi_ring_needed_by_node/g
 s/\bupipe_ring_reduce_scatter\b/upi_ring_reduce_scatter/g
+s/\bupipe_scan_stages\b/upi_scan_stages/g
 s/\bupipe_scratch\b/upi_scratch/g
 s/\bupipe_shard_add\b/upi_shard_add/g
 s/\bupipe_shard_range\b/upi_shard_range/g
