@@ -10,8 +10,9 @@
  *     upipe_layer_bwd(&ctx, &layer, dx, &grads, &saved, &saved.out, x);    dx may be x itself
  *     upipe_saved_free(&ctx, &saved);                                      the slots, which hold dQ now
  *
- * What the loops below call is in stage/. A failed call frees what it allocated and aborts the team, so that no rank waits for this one. Where a peer may still
- * read this rank's memory (team->quarantine), the pool is locked instead (upi_mem_quarantine).
+ * What the loops below call is in stage/. A failed call frees what it allocated and aborts the team, so that no rank
+ * waits for this one. Where a peer may still read this rank's memory (team->quarantine), the pool is locked instead
+ * (upi_mem_quarantine).
  */
 #ifndef UPIPE_LAYER_H
 #define UPIPE_LAYER_H
