@@ -3,7 +3,7 @@
  *     upi_fields f = {0};
  *     upi_field_int(&f, "heads", heads);
  *     upi_field_real(&f, "rope_theta", theta);
- *     upi_agree(&ctx, ctx.team, &f);                MISMATCH on every rank if any rank surprise
+ *     upi_agree(&ctx, ctx.team, &f);                      MISMATCH on every rank if any rank differs
  */
 #ifndef UPIPE_PARTS_AGREE_H
 #define UPIPE_PARTS_AGREE_H
