@@ -382,15 +382,126 @@ UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv,
     if (MASKED && block + 1 == g.blocks) upi_cuda_attn_bwd_zero<shape>(g, kv, range.end, g.tiles);
 }
 
+/* K, V and the first tile come to shared memory, the gradients of the keys to registers. */
+template <class shape, int MASKED, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_begin(const upi_cuda_attn_bwd_args &g, float dk[N][4], float dv[N][4],
+                                        float stats[2], unsigned char *shared, int block, int kv, int h,
+                                        int m)
+{
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
+    const uint32_t base = upi_shared_address(shared);
+    const int64_t k0 = (int64_t)block * shape::KEYS;
+    const int end = upi_cuda_attn_bwd_keys<shape>(g.a, block);
+    upi_cuda_attn_load<shape::D, shape::KEYS, shape::THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_stride, k0,
+                                                              g.a.keys, g.a.d);
+    upi_cuda_attn_load<shape::D, shape::KEYS, shape::THREADS>(
+        base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_stride, k0, g.a.keys, MASKED ? g.a.v_dim : g.a.d);
+    upi_cuda_attn_bwd_load_q<shape>(g, base, h, m, 0);
+    upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, h, m, 0);
+    upi_copy_commit();
+    upi_cuda_attn_bwd_stats<shape>(g, h, m, stats);
+    upi_cuda_attn_bwd_keep<shape>(shared, 0, stats);
+    upi_cuda_attn_grad_get<N, shape::SHARES>(dk, g.dk + kv * g.dk_head + k0 * g.dk_stride, g.dk_stride, end,
+                                             at.row0, at.share * 16, g.a.d);
+    upi_cuda_attn_grad_get<N, shape::SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
+                                             at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
+    upi_copy_wait<0>();
+    __syncthreads(); /* the first tile is there */
+}
+
+/* P and dS of N queries of tile m, from the tile's c0 on: s and dp. */
+template <class shape, int MASKED, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_scores(const upi_cuda_attn_bwd_args &g, float s[N][4], float dp[N][4],
+                                         const upi_cuda_attn_bwd_place &at, const float *lse, uint32_t base,
+                                         uint32_t at_q, uint32_t at_dout, int block, int m, int c0)
+{
+    const int KEYS = shape::KEYS, ROWS = shape::ROWS, ROW = shape::ROW;
+    upi_cuda_attn_dots<shape::D, N>(s, base + at.row0 * ROW + at.mine, at_q + c0 * ROW + at.mine);
+    upi_cuda_attn_dots<shape::D, N>(dp, base + shape::AT_V + at.row0 * ROW + at.mine,
+                                    at_dout + c0 * ROW + at.mine);
+    if (MASKED)
+        upi_cuda_attn_bwd_hide_by<N>(s, g.a.runs + (int64_t)block * KEYS + at.row0,
+                                     upi_cuda_attn_bwd_keys<shape>(g.a, block) - at.row0, at.lane,
+                                     m * ROWS + c0);
+    else
+        upi_cuda_attn_bwd_hide<shape, N>(
+            s, at.row0, at.lane,
+            upi_cuda_attn_near((int64_t)m * ROWS + g.a.ahead - (int64_t)block * KEYS, g.a.causal) + c0,
+            upi_cuda_attn_bwd_keys<shape>(g.a, block));
+    if (MASKED && g.a.squash != 0)
+        upi_cuda_attn_bwd_capped<shape, N>(s, dp, lse, g.a, at.lane);
+    else
+        upi_cuda_attn_bwd_weights<shape, N>(s, dp, lse, g.a.scale, at.lane);
+}
+
+/* Packs 16 queries of P and dS, from the tile's c on, as operands of dV and dK, and puts dS, and where warps share keys
+ * P too, in shared memory. */
+template <class shape>
+UPI_DEVICE void upi_cuda_attn_bwd_share(uint32_t p[4], uint32_t ds[4], const float s[2][4],
+                                        const float dp[2][4], const upi_cuda_attn_bwd_place &at,
+                                        unsigned char *shared, int c)
+{
+    UPI_UNROLL
+    for (int e = 0; e < 4; ++e) {
+        const float *from = s[e / 2] + e % 2 * 2, *from_d = dp[e / 2] + e % 2 * 2;
+        const uint32_t to = upi_cuda_attn_at<shape::S_ROW>(at.row0 + at.lane / 4 + e % 2 * 8, c / 8 + e / 2) +
+                            (uint32_t)(at.lane % 4 * 4);
+        p[e] = upi_pack_bf16(from[0], from[1]);
+        ds[e] = upi_pack_bf16(from_d[0], from_d[1]);
+        *(uint32_t *)(shared + shape::AT_S + to) = ds[e];
+        if (shape::SHARES > 1) *(uint32_t *)(shared + shape::AT_P + to) = p[e];
+    }
+}
+
+/* A tile's S and dP, and what follows of them alone: dS in shared memory; dV and dK, unless warps share keys. */
+template <class shape, int MASKED, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_tile(const upi_cuda_attn_bwd_args &g, float dk[N][4], float dv[N][4],
+                                       const upi_cuda_attn_bwd_place &at, unsigned char *shared,
+                                       uint32_t base, uint32_t at_q, uint32_t at_dout, int block, int m,
+                                       int slot)
+{
+    const int ROWS = shape::ROWS, SHARES = shape::SHARES, ROW = shape::ROW;
+    const int COLUMNS = MASKED && shape::D == 128 ? 32 : (int)shape::COLUMNS;
+    UPI_CUDA_ATTN_TURNS(1)
+    for (int part = 0; part < ROWS / SHARES / COLUMNS; ++part) {
+        const int c0 = at.share * (ROWS / SHARES) + part * COLUMNS; /* first query, in the tile */
+        const float *lse = (const float *)(shared + shape::AT_LSE) + slot * ROWS + c0;
+        float s[COLUMNS / 8][4], dp[COLUMNS / 8][4];
+        upi_cuda_attn_bwd_scores<shape, MASKED, COLUMNS / 8>(g, s, dp, at, lse, base, at_q, at_dout, block, m,
+                                                             c0);
+        UPI_UNROLL
+        for (int k = 0; k < COLUMNS / 16; ++k) {
+            uint32_t p[4], ds[4];
+            upi_cuda_attn_bwd_share<shape>(p, ds, s + 2 * k, dp + 2 * k, at, shared, c0 + k * 16);
+            if (SHARES == 1) {
+                upi_cuda_attn_times<N, 1>(dv, p, at_dout + (c0 + k * 16) * ROW + at.mine);
+                upi_cuda_attn_times<N, 1>(dk, ds, at_q + (c0 + k * 16) * ROW + at.mine);
+            }
+        }
+    }
+}
+
+/* The gradients of the keys go to memory. Where they lie is made anew, not kept. */
+template <class shape, int MASKED, int N>
+UPI_DEVICE void upi_cuda_attn_bwd_end(const upi_cuda_attn_bwd_args &g, const float dk[N][4],
+                                      const float dv[N][4], int block, int last_head)
+{
+    const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
+    const int last = upi_cuda_attn_anew(block), end = upi_cuda_attn_bwd_keys<shape>(g.a, last);
+    const int64_t k0 = (int64_t)last * shape::KEYS;
+    const int kv = upi_cuda_attn_anew(last_head) / g.a.group - 1;
+    upi_cuda_attn_grad_put<N, shape::SHARES>(dk, g.dk + kv * g.dk_head + k0 * g.dk_stride, g.dk_stride, end,
+                                             at.row0, at.share * 16, g.a.d);
+    upi_cuda_attn_grad_put<N, shape::SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
+                                             at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
+}
+
 template <int D, int SMALL, int MASKED>
 UPI_KERNEL((upi_cuda_attn_bwd_shape<D, SMALL>::THREADS), (upi_cuda_attn_bwd_shape<D, SMALL>::BLOCKS))
 void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 {
     typedef upi_cuda_attn_bwd_shape<D, SMALL> shape;
-    const int KEYS = shape::KEYS, ROWS = shape::ROWS, ROW = shape::ROW;
-    const int THREADS = shape::THREADS, SHARES = shape::SHARES;
-    const int COLUMNS = MASKED && D == 128 ? 32 : (int)shape::COLUMNS;
-    const int OUT = D / SHARES / 8;          /* tiles of 8 columns of dV and dK, a warp's */
+    const int OUT = D / shape::SHARES / 8;   /* tiles of 8 columns of dV and dK, a warp's */
     const int DQ = D / shape::DQ_SHARES / 8; /* the same of dQ */
     UPI_SHARED(unsigned char, shared);
     const uint32_t base = upi_shared_address(shared);
@@ -408,27 +519,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 
     int h = kv * g.a.group, m = range.end - 1, slot = 0;
     float dk[OUT][4], dv[OUT][4], stats[2];
-    {
-        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
-        const int64_t k0 = (int64_t)block * KEYS;
-        const int end = upi_cuda_attn_bwd_keys<shape>(g.a, block);
-        upi_cuda_attn_load<D, KEYS, THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_stride, k0, g.a.keys,
-                                             g.a.d);
-        upi_cuda_attn_load<D, KEYS, THREADS>(base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_stride, k0,
-                                             g.a.keys, MASKED ? g.a.v_dim : g.a.d);
-        upi_cuda_attn_bwd_load_q<shape>(g, base, h, m, 0);
-        upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, h, m, 0);
-        upi_copy_commit();
-        upi_cuda_attn_bwd_stats<shape>(g, h, m, stats);
-        upi_cuda_attn_bwd_keep<shape>(shared, 0, stats);
-        upi_cuda_attn_grad_get<OUT, SHARES>(dk, g.dk + kv * g.dk_head + k0 * g.dk_stride, g.dk_stride, end,
-                                            at.row0, at.share * 16, g.a.d);
-        upi_cuda_attn_grad_get<OUT, SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
-                                            at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
-        upi_copy_wait<0>();
-        __syncthreads(); /* the first tile is there */
-    }
-
+    upi_cuda_attn_bwd_begin<shape, MASKED, OUT>(g, dk, dv, stats, shared, block, kv, h, m);
     while (h < last_head) {
         const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
         const int now = upi_cuda_attn_anew(block);
@@ -443,54 +534,14 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
                 upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, next_h, next_m, slot ^ 1);
             upi_copy_commit();
         }
-        UPI_CUDA_ATTN_TURNS(1)
-        for (int part = 0; part < ROWS / SHARES / COLUMNS; ++part) {
-            const int c0 = at.share * (ROWS / SHARES) + part * COLUMNS; /* first query, in the tile */
-            const float *lse = (const float *)(shared + shape::AT_LSE) + slot * ROWS + c0;
-            float s[COLUMNS / 8][4], dp[COLUMNS / 8][4];
-            upi_cuda_attn_dots<D, COLUMNS / 8>(s, base + at.row0 * ROW + at.mine, at_q + c0 * ROW + at.mine);
-            upi_cuda_attn_dots<D, COLUMNS / 8>(dp, base + shape::AT_V + at.row0 * ROW + at.mine,
-                                               at_dout + c0 * ROW + at.mine);
-            if (MASKED)
-                upi_cuda_attn_bwd_hide_by<COLUMNS / 8>(s, g.a.runs + (int64_t)now * KEYS + at.row0,
-                                                       upi_cuda_attn_bwd_keys<shape>(g.a, now) - at.row0,
-                                                       at.lane, m * ROWS + c0);
-            else
-                upi_cuda_attn_bwd_hide<shape, COLUMNS / 8>(
-                    s, at.row0, at.lane,
-                    upi_cuda_attn_near((int64_t)m * ROWS + g.a.ahead - (int64_t)now * KEYS, g.a.causal) + c0,
-                    upi_cuda_attn_bwd_keys<shape>(g.a, now));
-            if (MASKED && g.a.squash != 0)
-                upi_cuda_attn_bwd_capped<shape, COLUMNS / 8>(s, dp, lse, g.a, at.lane);
-            else
-                upi_cuda_attn_bwd_weights<shape, COLUMNS / 8>(s, dp, lse, g.a.scale, at.lane);
-            UPI_UNROLL
-            for (int k = 0; k < COLUMNS / 16; ++k) {
-                uint32_t p[4], ds[4];
-                UPI_UNROLL
-                for (int e = 0; e < 4; ++e) {
-                    const float *from = s[2 * k + e / 2] + e % 2 * 2, *from_d = dp[2 * k + e / 2] + e % 2 * 2;
-                    const uint32_t to = upi_cuda_attn_at<shape::S_ROW>(at.row0 + at.lane / 4 + e % 2 * 8,
-                                                                       c0 / 8 + 2 * k + e / 2) +
-                                        (uint32_t)(at.lane % 4 * 4);
-                    p[e] = upi_pack_bf16(from[0], from[1]);
-                    ds[e] = upi_pack_bf16(from_d[0], from_d[1]);
-                    *(uint32_t *)(shared + shape::AT_S + to) = ds[e];
-                    if (SHARES > 1) *(uint32_t *)(shared + shape::AT_P + to) = p[e];
-                }
-                if (SHARES == 1) {
-                    upi_cuda_attn_times<OUT, 1>(dv, p, at_dout + (c0 + k * 16) * ROW + at.mine);
-                    upi_cuda_attn_times<OUT, 1>(dk, ds, at_q + (c0 + k * 16) * ROW + at.mine);
-                }
-            }
-        }
+        upi_cuda_attn_bwd_tile<shape, MASKED, OUT>(g, dk, dv, at, shared, base, at_q, at_dout, now, m, slot);
         __syncthreads(); /* dS is there */
         /* One thread asks for the turn, while the others multiply; another gives it on. Barriers between make the
          * acquire of the one, and the release of the other, stand for all. */
         if (threadIdx.x == 32 && !upi_cuda_attn_bwd_is_first<shape, MASKED>(g, m, now))
             while (upi_load_acquire(upi_cuda_attn_bwd_turn(g, h, m)) != now) upi_pause();
         if (next_h < last_head) upi_cuda_attn_bwd_stats<shape>(g, next_h, next_m, stats);
-        if (SHARES > 1) upi_cuda_attn_bwd_times_shared<shape, OUT>(dk, dv, base, at_q, at_dout);
+        if (shape::SHARES > 1) upi_cuda_attn_bwd_times_shared<shape, OUT>(dk, dv, base, at_q, at_dout);
         if (shape::DOUT_SLOTS == 1) {
             __syncthreads(); /* every warp is through with dO: the next one comes while dQ is computed */
             if (next_h < last_head) upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, next_h, next_m, 0);
@@ -511,16 +562,7 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         }
         h = next_h, m = next_m, slot ^= 1;
     }
-    {
-        const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
-        const int last = upi_cuda_attn_anew(block), end = upi_cuda_attn_bwd_keys<shape>(g.a, last);
-        const int64_t k0 = (int64_t)last * KEYS;
-        const int kv_last = upi_cuda_attn_anew(last_head) / g.a.group - 1;
-        upi_cuda_attn_grad_put<OUT, SHARES>(dk, g.dk + kv_last * g.dk_head + k0 * g.dk_stride, g.dk_stride,
-                                            end, at.row0, at.share * 16, g.a.d);
-        upi_cuda_attn_grad_put<OUT, SHARES>(dv, g.dv + kv_last * g.dv_head + k0 * g.dv_stride, g.dv_stride,
-                                            end, at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
-    }
+    upi_cuda_attn_bwd_end<shape, MASKED, OUT>(g, dk, dv, block, last_head);
 }
 
 /* ---- host ---- */
