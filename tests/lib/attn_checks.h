@@ -166,9 +166,10 @@ static inline void check_random(long draws, const draw_limits *most, int masks)
 
 /* ---- merging ---- */
 
-/* What is merged with no keys, and with keys that it doesn't see, stays as it is, to the bit. */
+/* What is merged with no keys, and with keys that it doesn't see, stays as it is, to the bit. A NaN stays one. */
 static inline void check_merge_nothing(void)
 {
+    enum { BAD = 3 }; /* of the rows of all heads, the one whose lse is NaN */
     const oracle_attn t = shape(30, 20, 2, 1, 40, 1, 0, 100);
     const upipe_dtype dtype = here.types[0];
     const int mark = buffers_n;
@@ -176,19 +177,24 @@ static inline void check_merge_nothing(void)
     const values in = inputs_make(&t, dtype, &r, 1);
     for (int kind = 0; kind < 8; ++kind) {
         const int layout = kind & 1 ? GAPS : PACKED, keys = kind & 2 ? 20 : 0;
-        float *got_o = floats(q_count(&t)), *got_lse = floats(t.sq * t.h);
+        float *got_o = floats(q_count(&t)), *got_lse = floats(t.sq * t.h), *lse = floats(t.sq * t.h);
         upipe_attn_grad g = {0};
+        memcpy(lse, in.q, (size_t)(t.sq * t.h) * 4);
+        lse[BAD] = NAN;
         attn_set(&g.a, &t);
         g.a.q = placed(dtype, t.sq, t.h, t.d, layout, in.q);
         g.a.k = placed(dtype, keys, t.hkv, t.d, layout, in.k);
         g.a.v = placed(dtype, keys, t.hkv, t.d, layout, in.v);
         g.a.o = placed(kind & 4 ? dtype : UPIPE_F32, t.sq, t.h, t.d, layout, in.dout);
-        g.a.lse = placed(UPIPE_F32, t.sq, t.h, 1, layout, in.q);
+        g.a.lse = placed(UPIPE_F32, t.sq, t.h, 1, layout, lse);
         g.a.merge = 1;
         call_kernel(&g, 0);
         read_back(g.a.q, NULL), read_back(g.a.k, NULL), read_back(g.a.o, got_o), read_back(g.a.lse, got_lse);
+        CHECK_SAY(isnan(got_lse[BAD]), "kind %d: a lse that was NaN is %g", kind, (double)got_lse[BAD]);
+        got_lse[BAD] = lse[BAD];
+        memcpy(got_o + BAD * t.d, in.dout + BAD * t.d, (size_t)t.d * 4);
         CHECK_BYTES(got_o, in.dout, q_count(&t) * 4);
-        CHECK_BYTES(got_lse, in.q, t.sq * t.h * 4);
+        CHECK_BYTES(got_lse, lse, t.sq * t.h * 4);
     }
     buffers_free(mark);
 }
