@@ -141,6 +141,7 @@ s/\bupipe_ring_reduce_scatter\b/upi_ring_reduce_scatter/g
 s/\bupipe_scan_stages\b/upi_scan_stages/g
 s/\bupipe_scratch\b/upi_scratch/g
 s/\bupipe_shard_add\b/upi_shard_add/g
+s/\bupipe_shard_rows\b/upi_shard_rows/g
 s/\bupipe_shard_range\b/upi_shard_range/g
 s/\bupipe_shard_team\b/upi_shard_team/g
 s/\bupipe_slices_gather\b/upi_slices_gather/g

@@ -95,7 +95,7 @@ static void test_rows(void)
     upipe_shard held = upipe_shard_ring(UPIPE_ZIGZAG, 37, 3, 1);
     for (int64_t first = 0; first <= held.n; ++first)
         for (int64_t n = 0; first + n <= held.n; ++n) {
-            upipe_shard s = upipe_shard_rows(&held, first, n);
+            upipe_shard s = upi_shard_rows(&held, first, n);
             CHECK_INT(s.n, n);
             for (int64_t i = 0; i < n; ++i)
                 CHECK_INT(upipe_shard_pos(&s, i), upipe_shard_pos(&held, first + i));

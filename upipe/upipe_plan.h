@@ -31,9 +31,7 @@
  * Then the all-to-all's ranks cut what their ring rank holds into C parts, in order. Parts differ by one
  * token where the number does not divide: part i of n tokens begins at upipe_cut(n, parts, i).
  *
- *     upipe_shard team = upipe_shard_ring(UPIPE_ZIGZAG, tokens, ring_ranks, ring_rank);
- *     upipe_shard mine = upi_shard_team(&team, team_ranks, team_rank);
- *     for (i = 0; i < mine.n; ++i) input[i] = sequence[upipe_shard_pos(&mine, i)];
+ *     for (i = 0; i < plan.shard.n; ++i) input[i] = sequence[upipe_shard_pos(&plan.shard, i)];
  *
  * A host that loads its data like this is the sharder; nothing is ever permuted over the network.
  */
@@ -103,7 +101,7 @@ UPIPE_API upipe_shard upipe_shard_ring(upipe_layout layout, int64_t tokens, int 
 }
 
 /* Rows first .. first + n - 1 of a shard. */
-UPIPE_API upipe_shard upipe_shard_rows(const upipe_shard *of, int64_t first, int64_t n)
+UPIPE_API upipe_shard upi_shard_rows(const upipe_shard *of, int64_t first, int64_t n)
 {
     upipe_shard s;
     int i;
@@ -122,7 +120,7 @@ UPIPE_API upipe_shard upipe_shard_rows(const upipe_shard *of, int64_t first, int
 UPIPE_API upipe_shard upi_shard_team(const upipe_shard *held, int ranks, int rank)
 {
     int64_t first = upipe_cut(held->n, ranks, rank);
-    return upipe_shard_rows(held, first, upipe_cut(held->n, ranks, rank + 1) - first);
+    return upi_shard_rows(held, first, upipe_cut(held->n, ranks, rank + 1) - first);
 }
 
 /* The position of row i < n. */
