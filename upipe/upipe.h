@@ -31,7 +31,7 @@
  *     upipe_qkv_fwd(&ctx, &qkv, &saved);                 attention of your own Q, K, V       upipe_qkv.h
  *     upipe_qkv_bwd(&ctx, &qkv, &grads, &saved);
  *
- *     upipe_session_open(&h, &desc);  ...                   plan, dry run, pool and context    upipe_session.h
+ *     upipe_session_open(&h, &desc);  ...                plan, dry run, pool and context     upipe_session.h
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_mlp.h
  *     upipe_all_reduce(&ctx, ctx.team, dwq, n);          sums over the ranks of a team       upipe_reduce.h
@@ -46,9 +46,9 @@
  *     upipe_fpdt_fwd(&ctx, &fpdt, &saved, x);            FPDT, UPipe x FPDT                  upipe_fpdt.h
  *
  * Every part can be used alone. A trainer with a forward of its own may use the plan, the pool and the
- * all-to-alls (upipe_a2a.h), attention of a stage (upipe_ring.h), a ring (upipe_ring.h), or attention by
- * itself (upipe_attn.h). What a stage loads, attends and stores is in upipe_layer.h. Each header begins with
- * its layouts and an example.
+ * all-to-alls (upipe_a2a.h), attention of a stage and a ring (upipe_ring.h), or attention by itself
+ * (upipe_attn.h). What a stage loads, attends and stores is in stage/stage.h. Each header begins with its
+ * layouts and an example.
  */
 #ifndef UPIPE_H
 #define UPIPE_H
