@@ -240,11 +240,11 @@ UPI_DEVICE void upi_cuda_attn_fwd_hide(float (&s)[TILES][N], const upi_cuda_attn
 }
 
 /* The greatest score of a row that the lane has. */
-template <int N> UPI_DEVICE float upi_cuda_attn_fwd_most(const float (&s)[N], int half)
+template <int N> UPI_DEVICE float upi_cuda_attn_fwd_most(const float (&s)[N], int which)
 {
     float most = -INFINITY;
     UPI_UNROLL
-    for (int j = 0; j < N / 4; ++j) most = fmaxf(most, fmaxf(s[4 * j + 2 * half], s[4 * j + 2 * half + 1]));
+    for (int j = 0; j < N / 4; ++j) most = fmaxf(most, fmaxf(s[4 * j + 2 * which], s[4 * j + 2 * which + 1]));
     return most;
 }
 

@@ -1,16 +1,15 @@
 /* upipe_cuda_attn_step.h -- what attention does between its two products: soft-cap, masks, softmax, sinks, merge
- *                                                                 backend cuda, includes cuda_attn_tile
  *
  * The forward for 8.0, the one for 9.0 and the one in f32 take these steps from here, and the backwards those that they
  * share. Tensor cores of both generations leave scores in one layout, of which a lane has [N / 8][2][2] floats:
  *
- *     s[4 j + 2 half + e]    row lane / 4 + 8 half, column 8 j + 2 (lane % 4) + e
+ *     s[4 j + 2 which + e]    row lane / 4 + 8 which, column 8 j + 2 (lane % 4) + e
  *
  * So the four lanes of a quad share two rows, 8 apart. A step takes the scores of 16 rows and N columns, or one of the
- * two rows (`half`). The kernels in f32 have one score a lane: they take the steps of one score, and of a row's end.
+ * two rows (`which`). The kernels in f32 have one score a lane: they take the steps of one score, and of a row's end.
  *
  *     upi_cuda_attn_cap<N>(s, squash);                     soft-cap
- *     upi_cuda_attn_hide<N>(s, half, low, high);           masks: -INFINITY for what a row does not see
+ *     upi_cuda_attn_hide<N>(s, which, low, high);          masks: -INFINITY for what a row does not see
  *     upi_cuda_attn_weight<EXACT>(score, base, rate)       softmax, measured from base = upi_cuda_attn_base(top)
  *
  *     end = upi_cuda_attn_end_of(top, scale, sum);         a row that has seen all of its keys
@@ -47,12 +46,12 @@ UPI_DEVICE float upi_cuda_attn_tanh(float x, float *slope)
 /* ---- masks ---- */
 
 /* Of one row the columns [low, high) are seen, counted from the lane's first one. */
-template <int N> UPI_DEVICE void upi_cuda_attn_hide(float *s, int half, int low, int high)
+template <int N> UPI_DEVICE void upi_cuda_attn_hide(float *s, int which, int low, int high)
 {
     UPI_UNROLL
     for (int j = 0; j < N / 8; ++j) {
-        if (j * 8 < low || j * 8 >= high) s[4 * j + 2 * half] = -INFINITY;
-        if (j * 8 + 1 < low || j * 8 + 1 >= high) s[4 * j + 2 * half + 1] = -INFINITY;
+        if (j * 8 < low || j * 8 >= high) s[4 * j + 2 * which] = -INFINITY;
+        if (j * 8 + 1 < low || j * 8 + 1 >= high) s[4 * j + 2 * which + 1] = -INFINITY;
     }
 }
 
