@@ -1,5 +1,4 @@
 /* upipe_cpu_attn.h -- attention on the CPU: what forward and backward share
- *                                                                   backend cpu, includes cpu_par, attn
  *
  * Three vectors of the widest kind hold as many queries, a panel (UPI_ATTN_PANEL: 24, or 48 with AVX-512),
  * and everything is computed transposed:

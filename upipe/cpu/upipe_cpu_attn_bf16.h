@@ -1,4 +1,4 @@
-/* upipe_cpu_attn_bf16.h -- attention by the processor's bf16 instructions  backend cpu, includes cpu_attn_bwd, cpu_bf16
+/* upipe_cpu_attn_bf16.h -- attention by the processor's bf16 instructions
  *
  *     upipe_cpu_ops(&ops);
  *     if (upipe_cpu_attn_bf16(&ops, &err) != UPIPE_OK) puts(err.text);     the table is as it was

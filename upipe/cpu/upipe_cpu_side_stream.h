@@ -1,5 +1,4 @@
 /* upipe_cpu_side_stream.h -- a side stream that is a thread, for CPU ranks
- *                                                                     backend cpu, includes side_stream
  *
  *     upipe_cpu_side_stream state;
  *     upipe_side_stream side;

@@ -1,5 +1,4 @@
 /* upipe_cuda_attn_bwd90.h -- attention backward with what Hopper added
- *                                                         backend cuda, includes cuda_attn_step, hopper
  *
  * The contract, scratch and masks of upipe_cuda_attn_bwd.h, for compute capability 9.0. A block takes 128
  * keys (64 above head dim 128) of one key/value head, and every query that sees them of all the heads of the

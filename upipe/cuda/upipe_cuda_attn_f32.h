@@ -1,5 +1,4 @@
 /* upipe_cuda_attn_f32.h -- attention in f32 storage, without tensor cores
- *                                                                 backend cuda, includes cuda_attn_step
  *
  *     upi_cuda_attn_f32_fwd(c, &attn);        upi_cuda_attn_f32_bwd(c, &grad);
  *

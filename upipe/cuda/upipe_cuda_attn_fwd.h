@@ -1,4 +1,4 @@
-/* upipe_cuda_attn_fwd.h -- attention forward on tensor cores   backend cuda, includes cuda_attn_f32
+/* upipe_cuda_attn_fwd.h -- attention forward on tensor cores
  *
  * Fills upi_cuda_attn_fwd of the table; upipe_cuda_attn_bwd.h has the rest. Contract: upipe_attn.h.
  *

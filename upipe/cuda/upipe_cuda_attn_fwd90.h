@@ -1,5 +1,4 @@
 /* upipe_cuda_attn_fwd90.h -- attention forward with what Hopper added
- *                                                         backend cuda, includes cuda_attn_step, hopper
  *
  * The same contract, numbers and masks as upipe_cuda_attn_fwd.h, for compute capability 9.0. One block a
  * processor, but for those of upipe_cuda.margin, stays for the whole call and takes blocks of queries from a list,

@@ -1,5 +1,4 @@
 /* upipe_cuda_attn_tile.h -- what attention kernels share: arguments, what a tile of queries sees
- *                                                                 backend cuda, includes cuda_attn_mask
  *
  * For every generation of tensor cores: the arguments of a call, the tiles of keys that some queries go
  * through, and what every kernel refuses.

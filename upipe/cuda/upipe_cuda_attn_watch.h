@@ -1,5 +1,4 @@
 /* upipe_cuda_attn_watch.h -- the warp of an attention kernel for 9.0 that sees whether the others still move
- *                                                                backend cuda, includes cuda_watch, hopper
  *
  * Warps of these kernels wait for one another at barriers in shared memory that lie in a row. One warp has nothing
  * else to do. It looks at the barriers now and then, a lane at each, and sees whether the phase is odd or even. Looks

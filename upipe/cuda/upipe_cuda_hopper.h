@@ -1,4 +1,4 @@
-/* upipe_cuda_hopper.h -- the seams of kernels for compute capability 9.0   backend cuda, includes cuda_kernel
+/* upipe_cuda_hopper.h -- the seams of kernels for compute capability 9.0
  *
  * What sm_90a added to the names of upipe_cuda_kernel.h, and runs elsewhere in the same way: barriers in
  * shared memory, bulk copies (TMA), products of warpgroups (wgmma), registers that move between them.

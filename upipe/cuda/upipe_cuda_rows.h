@@ -1,5 +1,4 @@
 /* upipe_cuda_rows.h -- copies, casts, and all that works row by row
- *                                                             backend cuda, includes cuda_kernel, check
  *
  * Fills the table's sync, copy, zero, cast, rowdot, sum, add and scale.
  *

@@ -1,5 +1,4 @@
 /* upipe_cuda_side_stream.h -- a side stream on a device: a second CUDA stream
- *                                                                    backend cuda, includes side_stream
  *
  *     cudaStream_t stream;
  *     upipe_cuda_stream_first(&stream, &ctx.err);

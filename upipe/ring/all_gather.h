@@ -1,6 +1,4 @@
-/* all_gather.h -- K and V of all ranks of the ring are held: this rank's own first, then those of the ranks behind
- *                                                                                 part of upipe_ring.h
- */
+/* all_gather.h -- K and V of all ranks of the ring are held: this rank's own first, then those of the ranks behind */
 #ifndef UPIPE_RING_ALL_GATHER_H
 #define UPIPE_RING_ALL_GATHER_H
 

@@ -1,6 +1,4 @@
-/* check.h -- what a pass checks before it sends: this rank's arguments, and agreement of all ranks
- *                                                                                 part of upipe_layer.h
- */
+/* check.h -- what a pass checks before it sends: this rank's arguments, and agreement of all ranks */
 #ifndef UPIPE_STAGE_CHECK_H
 #define UPIPE_STAGE_CHECK_H
 
