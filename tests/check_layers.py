@@ -56,7 +56,7 @@ KERNELS = 'upipe/cpu/upipe_cpu.c'  # the only unit: two includes
 CORE_LINES, BACKEND_LINES, FUNCTION_LINES = 600, 900, 60
 LINES = {'upipe_layer.h': 360, 'upipe_qkv.h': 400, 'upipe_fpdt.h': 400, 'stage/stage.h': 250}
 # Lines of the whole core without comments and empty lines: exact, so that a commit that adds some says why.
-CORE_CODE = 8794
+CORE_CODE = 8790
 # The doors' loops: each function has a `for` with one condition, which names one of these words.
 LOOPS = {
     'upipe_layer.h': (['upi_layer_fwd', 'upi_layer_bwd'], r'stages'),

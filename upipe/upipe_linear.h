@@ -75,10 +75,68 @@ typedef struct upipe_linear_grad {
 /* A direction's scratch. */
 typedef enum upipe_linear_direction { UPIPE_LINEAR_FWD, UPIPE_LINEAR_BWD } upipe_linear_direction;
 
-struct upipe_linear_conv;       /* upipe_linear.h */
-struct upipe_linear_conv_grad;  /* upipe_linear.h */
-struct upipe_linear_gates;      /* upipe_linear.h */
-struct upipe_linear_gates_grad; /* upipe_linear.h */
+/* ---- what lies around the rule: a short convolution, and gates ---- */
+
+/* The arguments of a table's optional entries (upipe_linear_ops): the short causal convolution before the rule, and the
+ * gates. upipe_linear_layer.h calls them, and checks before it does. What else a layer has are products and norms of the
+ * compute table.
+ *
+ * Rows of different documents do not see each other. A convolution has a state too: the last taps - 1 rows of what it reads,
+ * in f32, which holds every storage type exactly. So a sequence that is cut anywhere has the bits of the whole one.
+ */
+
+enum { UPIPE_LINEAR_TAPS_MAX = 8 };
+
+/* upipe_linear_conv -- every channel by itself: y_t = silu(sum over j < taps of weight[taps - 1 - j] x_(t-j))
+ *   x y      [n][1][channels], of one type; y may be x, in the forward alone
+ *   before   f32 [taps - 1][1][channels]: rows before row 0
+ *   after    likewise, written: the last taps - 1 rows of `before` and x; data NULL = not wanted. Does not overlap `before`
+ *   weight   f32 [channels][taps]
+ *   pos      position of row 0 among the borders
+ */
+typedef struct upipe_linear_conv {
+    upipe_view x, y, before, after;
+    const float *weight;
+    int64_t pos;
+    upipe_borders borders;
+    int taps;
+} upipe_linear_conv;
+
+/* upipe_linear_conv_grad -- its backward
+ *   a        the forward's arguments; y and after are not accessed
+ *   dy       shape and type of x: the gradient of y, becomes that of x
+ *   dstate   shape of before: the gradient of `after`, becomes that of `before`
+ *   dweight  f32 [channels][taps], +=; NULL = not wanted
+ * An element of dx is one f32 chain, the furthest row's term first, which goes on from dstate: a cut changes no bit.
+ */
+typedef struct upipe_linear_conv_grad {
+    upipe_linear_conv a;
+    upipe_view dy, dstate;
+    float *dweight;
+} upipe_linear_conv_grad;
+
+/* upipe_linear_gates -- g = -e^a_log softplus(a + dt_bias), beta = 1 / (1 + e^-b)
+ *   a b      [n][heads][1], of one type
+ *   g beta   f32 [n][heads][1]
+ *   a_log dt_bias  f32 [heads]
+ */
+typedef struct upipe_linear_gates {
+    upipe_view a, b, g, beta;
+    const float *a_log, *dt_bias;
+} upipe_linear_gates;
+
+/* upipe_linear_gates_grad -- its backward; g and beta of the forward are not accessed
+ *   gates      a and b become their gradients
+ *   dg dbeta   f32 [n][heads][1]
+ *   da_log ddt_bias  f32 [heads], +=; NULL = not wanted
+ */
+typedef struct upipe_linear_gates_grad {
+    upipe_linear_gates gates;
+    upipe_view dg, dbeta;
+    float *da_log, *ddt_bias;
+} upipe_linear_gates_grad;
+
+/* ---- the rules of a backend ---- */
 
 /* upipe_linear_ops -- what a backend implements; arguments are checked, and chunk and scale are set */
 typedef struct upipe_linear_ops {
@@ -88,11 +146,11 @@ typedef struct upipe_linear_ops {
     upipe_status (*bwd)(upipe_ctx *c, const upipe_linear_grad *g);
     /* Of a call. More chunks never take less. */
     size_t (*bytes)(const upipe_ops *ops, const upipe_linear *a, upipe_linear_direction pass);
-    /* Optional, for upipe_linear_layer.h; arguments in upipe_linear.h. */
-    upipe_status (*conv)(upipe_ctx *c, const struct upipe_linear_conv *a);
-    upipe_status (*conv_bwd)(upipe_ctx *c, const struct upipe_linear_conv_grad *g);
-    upipe_status (*gates)(upipe_ctx *c, const struct upipe_linear_gates *a);
-    upipe_status (*gates_bwd)(upipe_ctx *c, const struct upipe_linear_gates_grad *g);
+    /* Optional, for upipe_linear_layer.h. */
+    upipe_status (*conv)(upipe_ctx *c, const upipe_linear_conv *a);
+    upipe_status (*conv_bwd)(upipe_ctx *c, const upipe_linear_conv_grad *g);
+    upipe_status (*gates)(upipe_ctx *c, const upipe_linear_gates *a);
+    upipe_status (*gates_bwd)(upipe_ctx *c, const upipe_linear_gates_grad *g);
 } upipe_linear_ops;
 
 /* Row i's chunk ends before this row. */
@@ -124,25 +182,25 @@ UPIPE_API upipe_status upi_linear_dry_bwd(upipe_ctx *c, const upipe_linear_grad 
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_linear_dry_conv(upipe_ctx *c, const struct upipe_linear_conv *a)
+UPIPE_API upipe_status upi_linear_dry_conv(upipe_ctx *c, const upipe_linear_conv *a)
 {
     (void)c, (void)a;
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_linear_dry_conv_bwd(upipe_ctx *c, const struct upipe_linear_conv_grad *g)
+UPIPE_API upipe_status upi_linear_dry_conv_bwd(upipe_ctx *c, const upipe_linear_conv_grad *g)
 {
     (void)c, (void)g;
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_linear_dry_gates(upipe_ctx *c, const struct upipe_linear_gates *a)
+UPIPE_API upipe_status upi_linear_dry_gates(upipe_ctx *c, const upipe_linear_gates *a)
 {
     (void)c, (void)a;
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_linear_dry_gates_bwd(upipe_ctx *c, const struct upipe_linear_gates_grad *g)
+UPIPE_API upipe_status upi_linear_dry_gates_bwd(upipe_ctx *c, const upipe_linear_gates_grad *g)
 {
     (void)c, (void)g;
     return UPIPE_OK;
@@ -276,66 +334,5 @@ UPIPE_API upipe_status upipe_linear_bwd(upipe_ctx *c, const upipe_linear_ops *ru
     UPIPE_TRY(upi_linear_check_work(c, a, rules->bytes(c->ops, a, UPIPE_LINEAR_BWD)));
     return rules->bwd(c, &call);
 }
-
-/* ---- what lies around the rule: a short convolution, and gates ---- */
-
-/* The arguments of a table's optional entries (upipe_linear_ops): the short causal convolution before the rule, and the
- * gates. upipe_linear_layer.h calls them, and checks before it does. What else a layer has are products and norms of the
- * compute table.
- *
- * Rows of different documents do not see each other. A convolution has a state too: the last taps - 1 rows of what it reads,
- * in f32, which holds every storage type exactly. So a sequence that is cut anywhere has the bits of the whole one.
- */
-
-enum { UPIPE_LINEAR_TAPS_MAX = 8 };
-
-/* upipe_linear_conv -- every channel by itself: y_t = silu(sum over j < taps of weight[taps - 1 - j] x_(t-j))
- *   x y      [n][1][channels], of one type; y may be x, in the forward alone
- *   before   f32 [taps - 1][1][channels]: rows before row 0
- *   after    likewise, written: the last taps - 1 rows of `before` and x; data NULL = not wanted. Does not overlap `before`
- *   weight   f32 [channels][taps]
- *   pos      position of row 0 among the borders
- */
-typedef struct upipe_linear_conv {
-    upipe_view x, y, before, after;
-    const float *weight;
-    int64_t pos;
-    upipe_borders borders;
-    int taps;
-} upipe_linear_conv;
-
-/* upipe_linear_conv_grad -- its backward
- *   a        the forward's arguments; y and after are not accessed
- *   dy       shape and type of x: the gradient of y, becomes that of x
- *   dstate   shape of before: the gradient of `after`, becomes that of `before`
- *   dweight  f32 [channels][taps], +=; NULL = not wanted
- * An element of dx is one f32 chain, the furthest row's term first, which goes on from dstate: a cut changes no bit.
- */
-typedef struct upipe_linear_conv_grad {
-    upipe_linear_conv a;
-    upipe_view dy, dstate;
-    float *dweight;
-} upipe_linear_conv_grad;
-
-/* upipe_linear_gates -- g = -e^a_log softplus(a + dt_bias), beta = 1 / (1 + e^-b)
- *   a b      [n][heads][1], of one type
- *   g beta   f32 [n][heads][1]
- *   a_log dt_bias  f32 [heads]
- */
-typedef struct upipe_linear_gates {
-    upipe_view a, b, g, beta;
-    const float *a_log, *dt_bias;
-} upipe_linear_gates;
-
-/* upipe_linear_gates_grad -- its backward; g and beta of the forward are not accessed
- *   gates      a and b become their gradients
- *   dg dbeta   f32 [n][heads][1]
- *   da_log ddt_bias  f32 [heads], +=; NULL = not wanted
- */
-typedef struct upipe_linear_gates_grad {
-    upipe_linear_gates gates;
-    upipe_view dg, dbeta;
-    float *da_log, *ddt_bias;
-} upipe_linear_gates_grad;
 
 #endif
