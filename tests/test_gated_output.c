@@ -1,9 +1,7 @@
-/* test_out_gate -- the gated output projection in a whole block on thread ranks: against f64, the same bits over C, U
+/* test_gated_output -- the gated output projection in a whole block on thread ranks: against f64, the same bits over C, U
  * and tiles, golden states, bytes, refusals, failures */
-#include "lib/runner.h"
-#include "lib/close.h"
+#include "lib/block_checks.h"
 #include "lib/golden.h"
-#include "lib/out_of_memory.h"
 #include "lib/reads_o.h"
 #include "golden/gated_attention.h"
 
@@ -15,70 +13,11 @@ static run_case gated_of(int64_t tokens, int h, int hkv, int64_t dim, int ranks,
     return t;
 }
 
-/* ---- the oracle's own gradients: central differences of sum(dy * y) ---- */
-
-static double objective(const block_shape *s, const f64_block *in)
-{
-    const int mark = buffers_n;
-    f64_block r;
-    double sum = 0;
-    f64_block_make(s, &r);
-    f64_block_run(s, in, &r);
-    for (int64_t k = 0; k < block_count(s, "dy"); ++k) sum += r.y[k] * in->dy[k];
-    buffers_free(mark);
-    return sum;
-}
-
-static void test_finite_differences(void)
-{
-    for (int kind = 0; kind < 4; ++kind) {
-        run_case t = gated_of(7, 4, kind == 3 ? 4 : 2, 12, 1, 4, UPIPE_F32);
-        f32_block in;
-        f64_block in64, at;
-        t.shape.d = 8;
-        t.shape.scale = 0.3;
-        t.shape.batch = 1 + kind % 2;
-        t.shape.rope = kind % 3;
-        t.shape.normed = t.shape.biased = kind & 1;
-        t.shape.v_dim = kind >= 2 ? 5 : 0;
-        t.shape.sinks = kind == 2;
-        block_inputs(&t.shape, (uint64_t)(7 + kind), &in);
-        f64_block_widen(&t.shape, &in, &in64);
-        f64_block_make(&t.shape, &at);
-        f64_block_run(&t.shape, &in64, &at);
-#define DIFFERENCE(tensor)                                                                                   \
-    for (int64_t n = block_count(&t.shape, #tensor), i = 0; in64.tensor != NULL && i < n; i += 1 + n / 20) { \
-        const double kept = in64.tensor[i], h = 0x1p-17;                                                     \
-        double f[2], got;                                                                                    \
-        in64.tensor[i] = kept - h;                                                                           \
-        f[0] = objective(&t.shape, &in64);                                                                   \
-        in64.tensor[i] = kept + h;                                                                           \
-        f[1] = objective(&t.shape, &in64);                                                                   \
-        in64.tensor[i] = kept;                                                                               \
-        got = (f[1] - f[0]) / (2 * h);                                                                       \
-        CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7, "d %s[%d] is %.12g, differences give %.12g", #tensor,    \
-                  (int)i, at.tensor[i], got);                                                                \
-    }
-        DIFFERENCE(x)
-        DIFFERENCE(wg)
-        RUN_GRADIENTS(DIFFERENCE)
-#undef DIFFERENCE
-    }
-}
-
 /* ---- against the oracle ---- */
-
-static void check_case(const run_case *t, uint64_t seed)
-{
-    f32_block in;
-    run_result r;
-    block_inputs(&t->shape, seed, &in);
-    if (CHECK_SAY(run_block(t, &in, &r) == UPIPE_OK, "%s", r.errors[0].text))
-        check_block(&t->shape, &in, &r.out);
-}
 
 static void test_against_oracle(upipe_dtype dtype)
 {
+    run_result r;
     for (int kind = 0; kind < 6; ++kind) {
         run_case t = gated_of(33, 8, kind == 1 ? 8 : 4, 48, 4, 4, dtype);
         t.shape.batch = 1 + kind % 2;
@@ -89,24 +28,24 @@ static void test_against_oracle(upipe_dtype dtype)
         t.tile_rows = kind == 4 ? 5 : 0;
         if (kind == 2) t.shape.v_dim = 40;
         if (kind == 5) t.table = table_reads_o;
-        check_case(&t, (uint64_t)(100 + kind));
+        check_case(&t, (uint64_t)(100 + kind), &r);
         t.ranks = 1;
         t.chunk = kind % 2 ? 8 : 1;
-        check_case(&t, (uint64_t)(200 + kind));
+        check_case(&t, (uint64_t)(200 + kind), &r);
         t.ranks = 2; /* stages that overlap, on a thread of their own and on the rank's line */
         t.chunk = 2;
         t.overlap = 1;
         t.side_stream_inline = kind % 2;
-        check_case(&t, (uint64_t)(300 + kind));
+        check_case(&t, (uint64_t)(300 + kind), &r);
         t.overlap = 0;
         t.ring = 2;
         t.layout = kind % 2 ? UPIPE_ZIGZAG : UPIPE_STRIPED;
-        check_case(&t, (uint64_t)(400 + kind));
+        check_case(&t, (uint64_t)(400 + kind), &r);
         if (kind == 5) continue;
         t = gated_of(33, 9, 3, 40, 2, 2, dtype); /* heads that do not divide, and the naive order */
         t.naive = kind == 1;
         if (t.naive) t.shape.h = 8, t.shape.hkv = 4;
-        check_case(&t, (uint64_t)(500 + kind));
+        check_case(&t, (uint64_t)(500 + kind), &r);
     }
 }
 
@@ -158,49 +97,13 @@ static void test_golden(void)
 
 /* ---- bits ---- */
 
-static int next_chunk(int chunk, int ranks, int heads)
-{
-    return chunk < heads && chunk + ranks > heads ? heads : chunk + ranks;
-}
-
-/* Every (C, U), also where heads or tokens do not divide: y and what goes back to the attention are the same for all,
- * gradients of weights for every chunk of a team. */
 static void test_bits(int h, int hkv, upipe_dtype dtype)
 {
-    static const int ranks_of[] = {1, 2, 3, 4, 8};
     run_case t = gated_of(47, h, hkv, 40, 1, h, dtype);
-    run_result first, of_ranks = {0}, r;
-    f32_block in;
-    int runs = 0;
     t.shape.batch = 2;
     t.shape.rope = t.shape.biased = 1;
     t.tile_rows = 7;
-    block_inputs(&t.shape, 42, &in);
-    CHECK(run_block(&t, &in, &first) == UPIPE_OK);
-    for (int i = 0; i < 5; ++i) {
-        int begun = 0;
-        t.ranks = ranks_of[i];
-        for (int chunk = t.ranks < h ? t.ranks : h; chunk <= h; chunk = next_chunk(chunk, t.ranks, h)) {
-            t.chunk = chunk;
-            if (!CHECK_SAY(run_block(&t, &in, &r) == UPIPE_OK, "C %d U %d: %s", t.ranks, chunk,
-                           r.errors[0].text))
-                continue;
-            ++runs;
-            SAME_BITS(r, first, y, &t.shape);
-            SAME_BITS(r, first, q, &t.shape);
-            if (!r.plan.kv_grads_partial) SAME_BITS(r, first, x, &t.shape);
-            if (begun) {
-                SAME_BITS(r, of_ranks, wo, &t.shape);
-                SAME_BITS(r, of_ranks, wg, &t.shape);
-                SAME_BITS(r, of_ranks, bo, &t.shape);
-                SAME_BITS(r, of_ranks, wq, &t.shape);
-            } else {
-                of_ranks = r;
-                begun = 1;
-            }
-        }
-    }
-    CHECK(runs >= 6);
+    check_chunks(&t);
 }
 
 /* Tiles of any number of rows. */
@@ -217,13 +120,7 @@ static void test_tiles(upipe_dtype dtype)
     for (int i = 0; i < 6; ++i) {
         t.tile_rows = rows_of[i];
         CHECK_STATUS(run_block(&t, &in, &r), UPIPE_OK, r.errors[0]);
-#define SAME(tensor) \
-    if (r.out.tensor != NULL) SAME_BITS(r, first, tensor, &t.shape);
-        SAME(y)
-        SAME(x)
-        SAME(wg)
-        RUN_GRADIENTS(SAME)
-#undef SAME
+        same_bits(&t.shape, &r, &first, NULL);
     }
 }
 
@@ -243,37 +140,14 @@ static void test_open(upipe_dtype dtype, int ranks, void (*table)(upipe_ops *ops
     for (int64_t i = 0; i < block_count(&t.shape, "wg"); ++i) CHECK(r.out.wg[i] == 0);
     t.shape.gated = 0;
     CHECK_STATUS(run_block(&t, &in, &plain), UPIPE_OK, plain.errors[0]);
-#define SAME(tensor) \
-    if (r.out.tensor != NULL) SAME_BITS(r, plain, tensor, &t.shape);
-    SAME(o)
-    SAME(y)
-    SAME(x)
-    SAME(q)
-    RUN_GRADIENTS(SAME)
-#undef SAME
+    same_bits(&t.shape, &r, &plain, NULL);
 }
 
-/* Gradients are added to what lies there: a sum that begins with it, of as many more terms as tokens. */
 static void test_begun(void)
 {
-    run_result empty, begun;
-    f32_block in;
     run_case t = gated_of(150, 4, 2, 24, 1, 2, UPIPE_F32);
     t.tile_rows = 64;
-    block_inputs(&t.shape, 7, &in);
-    CHECK_STATUS(run_block(&t, &in, &empty), UPIPE_OK, empty.errors[0]);
-    t.begun = 64;
-    CHECK_STATUS(run_block(&t, &in, &begun), UPIPE_OK, begun.errors[0]);
-#define ADDED(tensor)                                                                                   \
-    for (int64_t i = 0; i < block_count(&t.shape, #tensor); ++i)                                        \
-        CHECK_SAY(fabsf(begun.out.tensor[i] - empty.out.tensor[i] - t.begun) <= 150 * FLT_EPSILON * 64, \
-                  #tensor " is %g, and %g where %g lay at first", (double)empty.out.tensor[i],          \
-                  (double)begun.out.tensor[i], (double)t.begun);
-    ADDED(wo)
-    ADDED(wg)
-#undef ADDED
-    SAME_BITS(begun, empty, x, &t.shape);
-    SAME_BITS(begun, empty, y, &t.shape);
+    check_begun(&t, 150);
 }
 
 /* ---- one rank, call by call: bytes, views over each other, refusals ---- */
@@ -637,7 +511,6 @@ static void test_out_of_memory(int h, int hkv, int ranks, int reads_o, upipe_dty
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    TEST(test_finite_differences());
     TEST(test_refusals());
     TEST(test_bytes(UPIPE_F32, 1, 0));
     TEST(test_bytes(UPIPE_BF16, 2, 0));
@@ -662,5 +535,5 @@ int main(int argc, char **argv)
     TEST(test_bits(14, 2, UPIPE_F32));
     TEST(test_out_of_memory(8, 4, 2, 0, UPIPE_BF16));
     TEST(test_out_of_memory(4, 1, 2, 1, UPIPE_F32));
-    return test_end("out_gate");
+    return test_end("gated_output");
 }
