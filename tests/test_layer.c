@@ -101,7 +101,7 @@ static void check_differences(const block_shape *s, uint64_t seed)
     DIFFERENCE(k)
     DIFFERENCE(v)
     DIFFERENCE(x)
-    RUN_GRADIENTS(DIFFERENCE)
+    BLOCK_WEIGHTS(DIFFERENCE)
 #undef DIFFERENCE
 }
 

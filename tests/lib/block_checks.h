@@ -76,7 +76,7 @@ __attribute__((unused)) static void check_begun(run_case *t, int terms)
                       (float)terms * FLT_EPSILON * t->begun,                                       \
                   #tensor " is %g, and %g where %g lay at first", (double)empty.out.tensor[i],     \
                   (double)begun.out.tensor[i], (double)t->begun);
-    RUN_GRADIENTS(ADDED)
+    BLOCK_WEIGHTS(ADDED)
 #undef ADDED
     same_bits(&t->shape, &begun, &empty, "o lse y q x");
 }

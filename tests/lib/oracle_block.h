@@ -42,16 +42,13 @@ typedef struct block_shape {
     int sinks;
 } block_shape;
 
-/* Inputs or results; elements in block_count's order. */
-#define BLOCK_TENSORS(X) \
-    X(x)                 \
-    X(wq)                \
-    X(wk)                \
-    X(wv)                \
-    X(wo)                \
-    X(wg)                \
-    X(q_norm_weight)     \
-    X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo) X(o) X(dout) X(q) X(k) X(v) X(lse) X(y) X(dy)
+/* What has gradients that are sums over tokens; the first five are stored in the storage type. */
+#define BLOCK_WEIGHTS(X) \
+    X(wq) X(wk) X(wv) X(wo) X(wg) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
+
+/* Results, and (BLOCK_TENSORS) results or inputs; elements in block_count's order. */
+#define BLOCK_RESULTS(X) BLOCK_WEIGHTS(X) X(o) X(lse) X(y) X(q) X(k) X(v) X(x)
+#define BLOCK_TENSORS(X) BLOCK_RESULTS(X) X(dout) X(dy)
 
 static inline int64_t block_count(const block_shape *s, const char *name)
 {

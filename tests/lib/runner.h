@@ -110,13 +110,10 @@ struct run_state {
     run_own own[RUN_MAX];
 };
 
-/* Gradients in the order of every list of them; weights first. */
-#define RUN_GRADIENTS(X) \
-    X(wq) X(wk) X(wv) X(wo) X(wg) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
 #define RUN_NAME(name)   #name,
 #define RUN_INPUT(name)  s->in->name,
 #define RUN_RESULT(name) s->r->out.name,
-static const char *const run_grads[RUN_GRADS] = {RUN_GRADIENTS(RUN_NAME)};
+static const char *const run_grads[RUN_GRADS] = {BLOCK_WEIGHTS(RUN_NAME)};
 
 /* The most ranks of a team that read one key/value head. */
 static inline int run_sharers(const upipe_plan *p)
@@ -247,7 +244,7 @@ static inline upipe_grads run_grads_of(const run_own *own)
     upipe_grads g = {0};
     int j = 0;
 #define RUN_GRAD(name) g.name = own->grads[j++];
-    RUN_GRADIENTS(RUN_GRAD)
+    BLOCK_WEIGHTS(RUN_GRAD)
 #undef RUN_GRAD
     return g;
 }
@@ -422,7 +419,7 @@ static inline void run_check(const upipe_ctx *c, run_own *own, int projected)
 static inline upipe_status run_sums(upipe_ctx *c, run_state *s, const run_own *own)
 {
     upipe_comm *world = c->ring != NULL ? upipe_threads_comm(&s->grid.world, own->rank) : c->team;
-    float *const result[] = {RUN_GRADIENTS(RUN_RESULT)};
+    float *const result[] = {BLOCK_WEIGHTS(RUN_RESULT)};
     for (int j = 0; j < RUN_GRADS; ++j) {
         const int64_t n = block_count(&s->test->shape, run_grads[j]);
         UPIPE_TRY(upipe_all_reduce(c, world, own->grads[j], n));
@@ -632,7 +629,7 @@ static inline void run_fill_qkv(run_state *s, run_own *own)
 /* What a rank holds, of the place's memory. */
 static inline void run_fill(run_state *s, run_own *own)
 {
-    float *const from[RUN_GRADS] = {RUN_GRADIENTS(RUN_INPUT)};
+    float *const from[RUN_GRADS] = {BLOCK_WEIGHTS(RUN_INPUT)};
     const block_shape *shape = &s->test->shape;
     const int64_t heads =
         (int64_t)own->plan.desc.heads *

@@ -1,4 +1,4 @@
-/* test_host.c -- a rank in five calls: its peak is the dry run's; tensors as trainers have them give the bits of packed
+/* test_session.c -- a rank in five calls: its peak is the dry run's; tensors as trainers have them give the bits of packed
  * ones; a forward without a backward leaves nothing; sums; and what is refused
  */
 #include "../upipe/net/upipe_net_threads_session.h"
@@ -291,5 +291,5 @@ int main(int argc, char **argv)
     TEST(test_layouts(&ops));
     TEST(test_numbers(&ops));
     TEST(test_refused(&ops));
-    return test_end("host");
+    return test_end("session");
 }
