@@ -3,8 +3,8 @@
 
 Gradients are compared with the formula, with options drawn at random too, and O and all gradients of every team and chunk with
 those of one rank: O and dQ have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that
-are threads, and tensors in which Q, K and V lie together those of separate ones. With MPIRUN, and a
-library that has MPI, each rank is one of its processes.
+are threads, and tensors in which Q, K and V lie together those of separate ones. With MPIRUN,
+and a library that has MPI, each rank is one of its processes.
 """
 
 import ctypes

@@ -392,57 +392,6 @@ static void test_told(void)
     the_frail.at = the_frail.rank = the_frail.mute = 0;
 }
 
-/* Gradients that nobody can give, tensors that are not there, and descriptions without a segment. */
-static void test_arguments(void)
-{
-    lone *l = lone_begin();
-    upipe_fpdt *f = &l->f;
-    upipe_ctx *c = &l->c;
-    upipe_plan p;
-    CHECK_REFUSED(upipe_fpdt_fwd(c, f, &l->save, NULL), UPIPE_ERR_ARG, c->err, "x is NULL");
-    lone_again(l);
-    CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_OK, c->err);
-    for (int i = 0; i < 5; ++i) {
-        lone_again(l);
-        if (i == 3) l->grads.q_norm_weight = l->w;
-        if (i == 4) l->grads.k_norm_weight = l->w;
-        CHECK_REFUSED(upipe_fpdt_bwd(c, f, i == 0 ? NULL : l->x, &l->grads, &l->save, i == 1 ? NULL : l->dout,
-                                     i == 2 ? NULL : l->x),
-                      UPIPE_ERR_ARG, c->err,
-                      i >= 3   ? "without a QK norm"
-                      : i == 2 ? "x is NULL"
-                               : "dout or dx");
-        CHECK_INT(l->mem.live, 0);
-    }
-    lone_again(l);
-    l->grads.q_norm_weight = l->grads.k_norm_weight = NULL;
-    CHECK_REFUSED(upipe_fpdt_bwd(c, f, l->x, &l->grads, &l->save, l->save.out, l->x), UPIPE_ERR_ARG, c->err,
-                  "delta is not there");
-    CHECK_STATUS(upipe_fpdt_gather(c, f, NULL, UPIPE_F32, l->dout), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(upipe_fpdt_scatter(c, f, NULL, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(upipe_fpdt_free(f, &l->save, &c->err), UPIPE_OK, c->err);
-    CHECK_REFUSED(upipe_fpdt_plan(f, 2, &p, &c->err), UPIPE_ERR_ARG, c->err, "segment 2 of 2");
-    CHECK_STATUS(upipe_fpdt_plan(f, -1, &p, &c->err), UPIPE_ERR_ARG, c->err);
-    f->desc.tokens = INT64_C(1) << 32;
-    f->segments = UPIPE_SEGMENTS_MAX + 1;
-    CHECK_REFUSED(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_UNSUPPORTED, c->err,
-                  "65537 segments, at most 65536");
-    CHECK_INT(upipe_fpdt_out_bytes(f), 0);
-    f->desc.tokens = 64;
-    f->segments = 65;
-    CHECK_REFUSED(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_ARG, c->err,
-                  "64 tokens in 65 segments over 1 ranks: a segment needs a token for each rank");
-    for (f->segments = 0; f->segments >= -1; --f->segments) {
-        lone_again(l);
-        CHECK_STATUS(upipe_fpdt_fwd(c, f, &l->save, l->x), UPIPE_ERR_ARG, c->err);
-        CHECK_STATUS(upipe_fpdt_gather(c, f, l->x, UPIPE_F32, l->dout), UPIPE_ERR_ARG, c->err);
-        CHECK_STATUS(upipe_fpdt_scatter(c, f, l->dout, l->x, UPIPE_F32), UPIPE_ERR_ARG, c->err);
-        CHECK_REFUSED(upipe_fpdt_plan(f, 0, &p, &c->err), UPIPE_ERR_ARG, c->err, "64 tokens in");
-        CHECK_INT(upipe_fpdt_out_bytes(f), 0);
-    }
-    lone_end(l);
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -454,7 +403,6 @@ int main(int argc, char **argv)
     TEST(test_failed_passes());
     TEST(test_failed_copies());
     TEST(test_told());
-    TEST(test_arguments());
     TEST(test_random());
     return test_end("fpdt");
 }

@@ -1,5 +1,5 @@
 /* test_gated_output -- the gated output projection in a whole block on thread ranks: against f64, the same bits over C, U
- * and tiles, golden states, bytes, refusals, failures */
+ * and tiles, golden states, bytes, failures */
 #include "lib/block_checks.h"
 #include "lib/golden.h"
 #include "lib/reads_o.h"
@@ -150,7 +150,7 @@ static void test_begun(void)
     check_begun(&t, 150);
 }
 
-/* ---- one rank, call by call: bytes, views over each other, refusals ---- */
+/* ---- one rank, call by call: bytes, views over each other ---- */
 
 enum { TOKENS = 150, HEADS = 4, DIM = 32, MODEL = 24, WIDE = HEADS * DIM, UNIT = TOKENS * MODEL };
 
@@ -413,94 +413,6 @@ static void test_not_wanted(void)
     alone_end(&all);
 }
 
-static upipe_status fail_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view a, upipe_view b, upipe_view d)
-{
-    (void)kind, (void)a, (void)b, (void)d;
-    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "this gate fails");
-}
-
-/* Each wrong argument has its sentence; the pool is as before, and the team aborted. */
-static void test_refusals(void)
-{
-    alone a;
-    upipe_layer bad;
-    upipe_plan other;
-    upipe_plan_desc d = {
-        .tokens = TOKENS, .heads = 2 * HEADS, .kv_heads = 2, .head_dim = DIM, .model_dim = MODEL};
-    upipe_grads g = {0};
-    upipe_saved none = {0};
-    upipe_ops fails;
-    upipe_view wide, narrow, apart;
-    size_t live;
-    CHECK(upipe_plan_init(&other, &d, NULL) == UPIPE_OK);
-    alone_begin(&a, UPIPE_F32, 2, 0, 0);
-    live = a.mem.live;
-    wide = a.x;
-    wide.d = MODEL + 1;
-    narrow = a.y;
-    narrow.dtype = UPIPE_BF16;
-    apart = a.x;
-    apart.n_stride += 4;
-#define REFUSED(want, words, call)                      \
-    do {                                                \
-        upipe_comm_self(&a.team, &a.state, a.ops.copy); \
-        CHECK_REFUSED(call, want, a.c.err, words);      \
-        CHECK_INT(a.mem.live, live);                    \
-        CHECK(a.state.failure.status != UPIPE_OK);      \
-    } while (0)
-#define FWD(layer, y, save, x)      upipe_layer_gated_out_fwd(&a.c, layer, y, save, x)
-#define BWD(layer, save, dx, dy, x) upipe_layer_gated_out_bwd(&a.c, layer, &a.g, save, dx, dy, x)
-#define BOTH(want, words, layer, y, save, x)      \
-    REFUSED(want, words, FWD(layer, y, save, x)); \
-    REFUSED(want, words, BWD(layer, save, a.dx, y, x))
-    REFUSED(UPIPE_ERR_ARG, "a layer with wg", upipe_layer_out_fwd(&a.c, &a.l, a.y, &a.save));
-    REFUSED(UPIPE_ERR_ARG, "a layer with wg", upipe_layer_out_bwd(&a.c, &a.l, &a.g, &a.save, a.y));
-    BOTH(UPIPE_ERR_ARG, "the layer or its plan is NULL", NULL, a.y, &a.save, a.x);
-    BOTH(UPIPE_ERR_ARG, "x is f32 [150][1][25], the plan says f32 [150][1][24]", &a.l, a.y, &a.save, wide);
-    BOTH(UPIPE_ERR_ARG, "y is bf16 [150][1][24], the plan says f32 [150][1][24]", &a.l, narrow, &a.save, a.x);
-    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.y, NULL, a.x);
-    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.y, &none, a.x);
-    bad = a.l;
-    bad.wo = NULL;
-    BOTH(UPIPE_ERR_ARG, "wo is NULL", &bad, a.y, &a.save, a.x);
-    bad = a.l;
-    bad.plan = &other;
-    BOTH(UPIPE_ERR_ARG, "the plan says", &bad, a.y, &a.save, a.x);
-    bad = a.l;
-    bad.id = 3;
-    BOTH(UPIPE_ERR_ARG, "layer id 3, and 0 in the forward", &bad, a.y, &a.save, a.x);
-    REFUSED(UPIPE_ERR_ARG, "y, of stride 28, lies over x, of stride 24", FWD(&a.l, apart, &a.save, a.x));
-    REFUSED(UPIPE_ERR_ARG, "dx, of stride 28, lies over dy, of stride 24",
-            BWD(&a.l, &a.save, apart, a.x, a.y));
-    REFUSED(UPIPE_ERR_ARG, "dx, of stride 28, lies over x, of stride 24",
-            BWD(&a.l, &a.save, apart, a.y, a.x));
-    REFUSED(UPIPE_ERR_ARG, "dx is f32 [150][1][25]", BWD(&a.l, &a.save, wide, a.y, a.x));
-    REFUSED(UPIPE_ERR_ARG, "grads is NULL",
-            upipe_layer_gated_out_bwd(&a.c, &a.l, NULL, &a.save, a.dx, a.y, a.x));
-    g.bq = a.g.bo;
-    REFUSED(UPIPE_ERR_ARG, "a gradient of bq is wanted without it",
-            upipe_layer_gated_out_bwd(&a.c, &a.l, &g, &a.save, a.dx, a.y, a.x));
-    fails = a.ops;
-    a.c.ops = &fails;
-    fails.gate = fail_gate;
-    BOTH(UPIPE_ERR_BACKEND, "this gate fails", &a.l, a.y, &a.save, a.x);
-    CHECK(a.save.delta == NULL);
-    fails = a.ops;
-    fails.gate_bwd = fail_gate;
-    REFUSED(UPIPE_ERR_BACKEND, "this gate fails", BWD(&a.l, &a.save, a.dx, a.y, a.x));
-    CHECK(a.save.delta == NULL);
-    a.c.ops = &a.ops;
-    upipe_comm_self(&a.team, &a.state, a.ops.copy);
-    CHECK_STATUS(BWD(&a.l, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
-    live = a.mem.live;
-    BOTH(UPIPE_ERR_ARG, "consumed already", &a.l, a.y, &a.save, a.x);
-#undef REFUSED
-#undef FWD
-#undef BWD
-#undef BOTH
-    alone_end(&a);
-}
-
 static void test_out_of_memory(int h, int hkv, int ranks, int reads_o, upipe_dtype dtype)
 {
     run_case t = gated_of(8, h, hkv, 16, ranks, ranks, dtype);
@@ -511,7 +423,6 @@ static void test_out_of_memory(int h, int hkv, int ranks, int reads_o, upipe_dty
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    TEST(test_refusals());
     TEST(test_bytes(UPIPE_F32, 1, 0));
     TEST(test_bytes(UPIPE_BF16, 2, 0));
     TEST(test_bytes(UPIPE_BF16, 4, 0));

@@ -140,6 +140,7 @@ static host *host_begin(void)
 
 static void host_end(host *h, const char *what)
 {
+    h->c.ops = &h->ops, h->c.mem = &h->mem, h->c.team = &h->team;
     CHECK_STATUS(upipe_saved_free(&h->c, &h->save), UPIPE_OK, h->c.err);
     CHECK_STATUS(upipe_linear_layer_saved_free(&h->c, &h->lin_save), UPIPE_OK, h->c.err);
     h->f.host = &h->second;
@@ -254,20 +255,27 @@ static void pack(upipe_mask *m, const int64_t *cu_seqlens)
     m->borders.cu_seqlens = cu_seqlens, m->borders.cu_seqlens_n = 2;
 }
 
-/* A function has a list of mistakes. The n-th of them: what must be said, and the call that must say it; NULL at the end. */
-typedef upipe_status mistakes(host *h, int n, const char **words);
+/* What must be said, and with which status; words NULL: the list is at its end. */
+typedef struct verdict {
+    const char *words;
+    upipe_status status;
+} verdict;
 
-#define SAYS(sentence, ...)    \
-    do {                       \
-        if (n-- == 0) {        \
-            *words = sentence; \
-            __VA_ARGS__;       \
-        }                      \
+/* A function has a list of mistakes. The n-th of them: the verdict, and the call that must give it. */
+typedef upipe_status mistakes(host *h, int n, verdict *v);
+
+#define REFUSES(code, sentence, ...)        \
+    do {                                    \
+        if (n-- == 0) {                     \
+            *v = (verdict){sentence, code}; \
+            __VA_ARGS__;                    \
+        }                                   \
     } while (0)
+#define SAYS(sentence, ...) REFUSES(UPIPE_ERR_ARG, sentence, __VA_ARGS__)
 
 /* ---- another layer in the backward ---- */
 
-static upipe_status other_layer(host *h, int n, const char **words)
+static upipe_status other_layer(host *h, int n, verdict *v)
 {
     SAYS("rope_theta is not that of the forward", up_to_bwd(h); h->l.rope_theta = 10000; return bwd(h));
     SAYS("rope_interleaved is not that of", up_to_bwd(h); h->l.rope_interleaved = 1; return bwd(h));
@@ -311,7 +319,7 @@ static upipe_status other_layer(host *h, int n, const char **words)
     return UPIPE_OK;
 }
 
-static upipe_status other_call(host *h, int n, const char **words)
+static upipe_status other_call(host *h, int n, verdict *v)
 {
     SAYS("scale is not that of", WELL(qkv_fwd(h)); h->q.scale = 0.5f; return qkv_bwd(h));
     SAYS("causal is not that of", WELL(qkv_fwd(h)); h->q.mask.causal = 0; return qkv_bwd(h));
@@ -331,7 +339,7 @@ static upipe_status other_call(host *h, int n, const char **words)
     return UPIPE_OK;
 }
 
-static upipe_status other_states(host *h, int n, const char **words)
+static upipe_status other_states(host *h, int n, verdict *v)
 {
     SAYS("w_qkv is not where it was", WELL(linear_fwd(h)); h->lin.w_qkv = h->weights + 9;
          return linear_bwd(h));
@@ -384,7 +392,7 @@ static void leave_out(host *h, int end)
     h->f.layer.mask = h->q.mask = h->l.mask;
 }
 
-static upipe_status uncovered_tokens(host *h, int n, const char **words)
+static upipe_status uncovered_tokens(host *h, int n, verdict *v)
 {
     SAYS(UNCOVERED, leave_out(h, 0); return fwd(h));
     SAYS(UNCOVERED, leave_out(h, 1); return fwd(h));
@@ -404,7 +412,7 @@ static upipe_status uncovered_tokens(host *h, int n, const char **words)
 
 #define CHANGED "the plan was changed after upipe_plan_init"
 
-static upipe_status changed_plan(host *h, int n, const char **words)
+static upipe_status changed_plan(host *h, int n, verdict *v)
 {
     SAYS(CHANGED, h->plan.desc.heads = 2 * HEADS; return fwd(h));
     SAYS(CHANGED, h->plan.local = 2 * TOKENS; return fwd(h));
@@ -423,7 +431,7 @@ static upipe_status changed_plan(host *h, int n, const char **words)
 
 /* ---- NULL ---- */
 
-static upipe_status null_layer(host *h, int n, const char **words)
+static upipe_status null_layer(host *h, int n, verdict *v)
 {
     SAYS("the layer or its plan is NULL", h->l.plan = NULL; return fwd(h));
     SAYS("the layer or its plan is NULL", return upipe_layer_fwd(&h->c, NULL, &h->save, h->x));
@@ -463,7 +471,7 @@ static upipe_status null_layer(host *h, int n, const char **words)
     return UPIPE_OK;
 }
 
-static upipe_status null_argument(host *h, int n, const char **words)
+static upipe_status null_argument(host *h, int n, verdict *v)
 {
     SAYS("the segments are NULL", return upipe_fpdt_plan(NULL, 0, &h->plan, &h->c.err));
     SAYS("the plan or desc is NULL", return upipe_plan_init(&h->plan, NULL, &h->c.err));
@@ -511,7 +519,7 @@ static upipe_status null_argument(host *h, int n, const char **words)
 
 /* ---- shards ---- */
 
-static upipe_status wrong_shards(host *h, int n, const char **words)
+static upipe_status wrong_shards(host *h, int n, verdict *v)
 {
     SAYS("zero or its world is NULL", const void *w; return upipe_zero_weights_begin(&h->c, NULL, 0, &w));
     SAYS("zero or its world is NULL", return upipe_zero_check(&h->c, NULL));
@@ -553,22 +561,298 @@ static upipe_status wrong_shards(host *h, int n, const char **words)
     return UPIPE_OK;
 }
 
+/* ---- a layer that cannot be ---- */
+
+static upipe_status wrong_layer(host *h, int n, verdict *v)
+{
+    static const int64_t descending[3] = {0, 5, 3};
+    static const double nan_rates[DIM / 2] = {1, 1, 1, NAN};
+    upipe_layer *l = &h->l;
+    upipe_plan_desc d = h->plan.desc;
+    SAYS("both norm weights or none", l->k_norm_weight = NULL; return fwd(h));
+    SAYS("norm_eps", l->q_norm_weight = l->k_norm_weight = NULL; return fwd(h));
+    SAYS("rope_interleaved", l->rope_theta = 0; l->rope_interleaved = 1; return fwd(h));
+    SAYS("rope_factor", l->rope_theta = 0; l->rope_factor = 1.2; return fwd(h));
+    SAYS("rope_dims", l->rope_theta = 0; l->rope_dims = 16; return fwd(h));
+    SAYS("7 dims of a head dim 32", l->rope_dims = 7; return fwd(h));
+    SAYS("34 dims of a head dim 32", l->rope_dims = 34; return fwd(h));
+    SAYS("factor -1.2", l->rope_factor = -1.2; return fwd(h));
+    SAYS("rate 3 is nan", l->rope_theta = 0; l->rope_rates = nan_rates; return fwd(h));
+    SAYS("scale inf", l->scale = INFINITY; return fwd(h));
+    SAYS("rope theta inf", l->rope_theta = INFINITY; return fwd(h));
+    SAYS("norm eps nan", l->norm_eps = NAN; return fwd(h));
+    SAYS("tile rows -1", l->tile_rows = -1; return fwd(h));
+    SAYS("a window of -1", l->mask.window = -1; return fwd(h));
+    SAYS("soft-cap -2", l->mask.softcap = -2; return fwd(h));
+    SAYS("packed document 1 is [5, 3)", pack(&l->mask, descending); return fwd(h));
+    SAYS("2 packed documents, cu_seqlens is NULL", pack(&l->mask, NULL); return fwd(h));
+    SAYS("x is f32 [5][1][128]", h->x.n = 5; return fwd(h));
+    SAYS("a plan for ring rank 1 of 2 on rank 0 of a ring of 1", d.ring = 2; d.ring_rank = 1;
+         WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); return fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "head dim 24", d.head_dim = d.v_dim = 24;
+            WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); return fwd(h));
+    return UPIPE_OK;
+}
+
+/* ---- calls in the wrong order, and gradients that nobody can give ---- */
+
+static upipe_status bwd_of(host *h, upipe_slots *dout)
+{
+    return upipe_layer_bwd(&h->c, &h->l, h->x, &h->g, &h->save, dout, h->x);
+}
+
+static upipe_status wrong_order(host *h, int n, verdict *v)
+{
+    upipe_slots slots;
+    upipe_plan other;
+    upipe_status s;
+    upipe_view narrow = upipe_view_packed(h->rows, UPIPE_F32, TOKENS, 1, 64);
+    upipe_plan_desc d = h->plan.desc;
+    d.heads = 2 * HEADS;
+    SAYS("[8][1][128], not [8][1][64]", WELL(fwd(h));
+         return upipe_slots_gather(&h->c, &h->plan, narrow, &h->save.out));
+    SAYS("[8][1][128], not [8][1][64]", WELL(fwd(h));
+         return upipe_slots_scatter(&h->c, &h->plan, &h->save.out, narrow));
+    SAYS("upipe_layer_out_bwd was not called", WELL(fwd(h)); return bwd(h));
+    SAYS("slots of 8 bytes", WELL(fwd(h));
+         upipe_slots_init(&slots, h->save.out.data, 8, HEADS, UPIPE_SLOT_FULL); return bwd_of(h, &slots));
+    SAYS("slot 0 of dout is not full", WELL(fwd(h));
+         WELL(upipe_slots_alloc(&h->c, &h->plan, &slots, UPIPE_SLOT_EMPTY, "dout")); s = bwd_of(h, &slots);
+         upipe_mem_free(&h->mem, slots.data, NULL); return s);
+    SAYS("dout, or its plan, is not there", WELL(fwd(h)); return bwd_of(h, NULL));
+    SAYS("the plan says 8", WELL(fwd(h)); WELL(upipe_plan_init(&other, &d, &h->c.err)); h->l.plan = &other;
+         return out_fwd(h));
+    SAYS("a gradient of bo is wanted without it", h->g.bo = h->grads; WELL(fwd(h)); return out_bwd(h));
+    SAYS("consumed already", up_to_bwd(h); return out_bwd(h));
+    SAYS("consumed already", up_to_bwd(h); return out_fwd(h));
+    SAYS("consumed already", up_to_bwd(h); WELL(bwd(h)); return out_fwd(h));
+    SAYS("without a QK norm", h->l.q_norm_weight = h->l.k_norm_weight = NULL; h->l.norm_eps = 0; up_to_bwd(h);
+         h->g.q_norm_weight = h->grads; return bwd(h));
+    SAYS("without sinks", h->l.mask.sinks = NULL; up_to_bwd(h); h->g.sinks = h->grads; return bwd(h));
+    SAYS("a gradient of bk is wanted", up_to_bwd(h); h->g.bk = h->grads; return bwd(h));
+    return UPIPE_OK;
+}
+
+/* ---- the gated projection ---- */
+
+static upipe_status fail_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view a, upipe_view b, upipe_view d)
+{
+    (void)kind, (void)a, (void)b, (void)d;
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "this gate fails");
+}
+
+static upipe_status gated(host *h, int backward, upipe_view y, upipe_saved *save, upipe_view x)
+{
+    return backward ? upipe_layer_gated_out_bwd(&h->c, &h->l, &h->g, save, rows_at(h, 3), y, x)
+                    : upipe_layer_gated_out_fwd(&h->c, &h->l, y, save, x);
+}
+
+/* Of the forward, and once more of the backward. */
+static upipe_status wrong_gate(host *h, int n, verdict *v)
+{
+    const int back = n % 2;
+    upipe_saved none = {0}, *save = &h->save;
+    upipe_view x = h->x, y = rows_at(h, 2);
+    upipe_plan other;
+    upipe_plan_desc d = h->plan.desc;
+    n /= 2;
+    d.heads = 2 * HEADS;
+    h->l.wg = h->l.wq;
+    WELL(fwd(h));
+    SAYS("the layer or its plan is NULL", h->l.plan = NULL; return gated(h, back, y, save, x));
+    SAYS("x is f32 [8][1][129], the plan says f32 [8][1][128]", ++x.d; return gated(h, back, y, save, x));
+    SAYS("y is bf16 [8][1][128], the plan says f32 [8][1][128]", y.dtype = UPIPE_BF16;
+         return gated(h, back, y, save, x));
+    SAYS("save is NULL, or not there any more", return gated(h, back, y, NULL, x));
+    SAYS("save is NULL, or not there any more", return gated(h, back, y, &none, x));
+    SAYS("wo is NULL", h->l.wo = NULL; return gated(h, back, y, save, x));
+    SAYS("the plan says", WELL(upipe_plan_init(&other, &d, &h->c.err)); h->l.plan = &other;
+         return gated(h, back, y, save, x));
+    SAYS("layer id 3, and 0 in the forward", h->l.id = 3; return gated(h, back, y, save, x));
+    SAYS("consumed already", WELL(gated(h, 1, y, save, x)); return gated(h, back, y, save, x));
+    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", h->ops.gate = fail_gate; return gated(h, back, y, save, x));
+    return UPIPE_OK;
+}
+
+static upipe_status wrong_gate_bwd(host *h, int n, verdict *v)
+{
+    const upipe_view x = h->x, y = rows_at(h, 2);
+    upipe_view apart = x, wide = rows_at(h, 3);
+    apart.n_stride += 4;
+    ++wide.d;
+    h->l.wg = h->l.wq;
+    WELL(fwd(h));
+#define GATED_BWD(dx, dy, x) upipe_layer_gated_out_bwd(&h->c, &h->l, &h->g, &h->save, dx, dy, x)
+    SAYS("y, of stride 132, lies over x, of stride 128", return gated(h, 0, apart, &h->save, x));
+    SAYS("a layer with wg", return out_bwd(h));
+    SAYS("dx, of stride 132, lies over dy, of stride 128", return GATED_BWD(apart, x, y));
+    SAYS("dx, of stride 132, lies over x, of stride 128", return GATED_BWD(apart, y, x));
+    SAYS("dx is f32 [8][1][129]", return GATED_BWD(wide, y, x));
+    SAYS("grads is NULL", return upipe_layer_gated_out_bwd(&h->c, &h->l, NULL, &h->save, y, y, x));
+    SAYS("a gradient of bq is wanted without it", h->g.bq = h->grads; return gated_bwd(h));
+    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", h->ops.gate_bwd = fail_gate; return gated_bwd(h));
+#undef GATED_BWD
+    return UPIPE_OK;
+}
+
+/* ---- Q, K and V of the host ---- */
+
+static upipe_status wrong_qkv(host *h, int n, verdict *v)
+{
+    upipe_qkv *q = &h->q;
+    upipe_plan_desc d = h->plan.desc;
+    d.v_dim = 40;
+    SAYS("q is NULL", q->q.data = NULL; return qkv_fwd(h));
+    SAYS("k is [8][4][32], the plan says [8][2][32]", q->k.h = 4; return qkv_fwd(h));
+    SAYS("v is [8][2][32], the plan says [8][2][40]", WELL(upipe_plan_init(&h->plan, &d, &h->c.err));
+         return qkv_fwd(h));
+    SAYS("o is [8][4][32], the plan says [8][4][40]", WELL(upipe_plan_init(&h->plan, &d, &h->c.err));
+         q->v.d = 40; return qkv_fwd(h));
+    SAYS("o is [4][4][32], the plan says [8][4][32]", q->o.n = 4; return qkv_fwd(h));
+    SAYS("scale -1", q->scale = -1; return qkv_fwd(h));
+    SAYS("window", q->mask.window = -1; return qkv_fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "q is no storage type", q->q.dtype = (upipe_dtype)2; return qkv_fwd(h));
+    SAYS("consumed before", return qkv_bwd(h));
+    SAYS("without sinks", WELL(qkv_fwd(h)); h->qg.dsinks = h->grads; return qkv_bwd(h));
+    SAYS("dk is [8][2][40]", WELL(qkv_fwd(h)); h->qg.dk.d = 40; return qkv_bwd(h));
+    SAYS("dout is NULL", WELL(qkv_fwd(h)); h->qg.dout.data = NULL; return qkv_bwd(h));
+    return UPIPE_OK;
+}
+
+/* ---- segments ---- */
+
+static upipe_status segments_bwd(host *h, float *dx, float *dout, const float *x)
+{
+    WELL(fpdt_fwd(h));
+    return upipe_fpdt_bwd(&h->c, &h->f, dx, &h->g, &h->offloaded, dout, x);
+}
+
+static upipe_status wrong_segments(host *h, int n, verdict *v)
+{
+    upipe_fpdt *f = &h->f;
+    float *x = h->rows, *dout = h->rows + 2 * TOKENS * MODEL;
+    upipe_plan p;
+    SAYS("x is NULL", return upipe_fpdt_fwd(&h->c, f, &h->offloaded, NULL));
+    SAYS("dout or dx", return segments_bwd(h, NULL, dout, x));
+    SAYS("dout or dx", return segments_bwd(h, x, NULL, x));
+    SAYS("x is NULL", return segments_bwd(h, x, dout, NULL));
+    f->layer.q_norm_weight = f->layer.k_norm_weight = NULL, f->layer.norm_eps = 0;
+    SAYS("without a QK norm", h->g.q_norm_weight = h->grads; return segments_bwd(h, x, dout, x));
+    SAYS("without a QK norm", h->g.k_norm_weight = h->grads; return segments_bwd(h, x, dout, x));
+    SAYS("delta is not there", WELL(fpdt_fwd(h));
+         return upipe_fpdt_bwd(&h->c, f, x, &h->g, &h->offloaded, h->offloaded.out, x));
+    SAYS("the slots are NULL", return upipe_fpdt_gather(&h->c, f, x, UPIPE_F32, NULL));
+    SAYS("NULL", return upipe_fpdt_gather(&h->c, f, NULL, UPIPE_F32, dout));
+    SAYS("NULL", return upipe_fpdt_scatter(&h->c, f, NULL, x, UPIPE_F32));
+    SAYS("segment 2 of 2", return upipe_fpdt_plan(f, 2, &p, &h->c.err));
+    SAYS("segment -1 of 2", return upipe_fpdt_plan(f, -1, &p, &h->c.err));
+    SAYS("8 tokens in 9 segments over 1 ranks: a segment needs a token for each rank", f->segments = 9;
+         return upipe_fpdt_plan(f, 0, &p, &h->c.err));
+    f->desc.tokens = INT64_C(1) << 32, f->segments = UPIPE_SEGMENTS_MAX + 1;
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "65537 segments, at most 65536", CHECK_INT(upipe_fpdt_out_bytes(f), 0);
+            return upipe_fpdt_plan(f, 0, &p, &h->c.err));
+    f->desc.tokens = TOKENS;
+    for (f->segments = 0; f->segments >= -1; --f->segments) {
+        CHECK_INT(upipe_fpdt_out_bytes(f), 0);
+        SAYS("8 tokens in", return fpdt_fwd(h));
+        SAYS("8 tokens in", return upipe_fpdt_gather(&h->c, f, x, UPIPE_F32, dout));
+        SAYS("8 tokens in", return upipe_fpdt_scatter(&h->c, f, dout, x, UPIPE_F32));
+        SAYS("8 tokens in", return upipe_fpdt_plan(f, 0, &p, &h->c.err));
+    }
+    return UPIPE_OK;
+}
+
+/* ---- what a context lacks, and plans of other ranks ---- */
+
+static upipe_status sum(host *h)
+{
+    return upipe_all_reduce(&h->c, &h->team, h->grads, 64);
+}
+
+static upipe_status scattered_sum(host *h)
+{
+    return upipe_reduce_scatter(&h->c, &h->team, h->grads, 64);
+}
+
+static upipe_status gathered(host *h)
+{
+    return upipe_all_gather(&h->c, &h->team, h->grads, 64, 4);
+}
+
+static upipe_status to_heads(host *h)
+{
+    return upipe_a2a_to_heads(&h->c, h->grads, h->rows, &h->plan, 0, UPIPE_A2A_Q, DIM * 4);
+}
+
+static upipe_status to_tokens(host *h)
+{
+    return upipe_a2a_to_tokens(&h->c, h->grads, h->rows, &h->plan, 0, UPIPE_A2A_Q, DIM * 4);
+}
+
+typedef upipe_status host_call(host *h);
+
+/* Sums are given their communicator, and what is sent has no table to ask. */
+static upipe_status missing(host *h, int n, verdict *v)
+{
+    static const char *const words[] = {"ctx->ops is NULL", "ctx->mem is NULL", "ctx->team is NULL"};
+    static host_call *const calls[] = {fwd,           bwd,      out_fwd,  out_bwd,  sum,
+                                       scattered_sum, gathered, to_heads, to_tokens};
+    const int call = n < 12 ? n / 3 : n < 18 ? 4 + (n - 12) / 2 : n - 11;
+    const int what = n < 12 ? n % 3 : n < 18 ? n % 2 : 2;
+    if (n > 19) return UPIPE_OK;
+    *v = (verdict){words[what], UPIPE_ERR_ARG};
+    if (what == 0) h->c.ops = NULL;
+    if (what == 1) h->c.mem = NULL;
+    if (what == 2) h->c.team = NULL;
+    return calls[call](h);
+}
+
+/* Tokens and heads divide: the plans of both ranks differ in nothing but positions. That of rank 0 is refused on rank 1
+ * all the same, by every call that reads a plan. */
+static upipe_status foreign_plan(host *h, int n, verdict *v)
+{
+    static host_call *const calls[] = {fwd, out_fwd, qkv_fwd, fpdt_fwd, to_heads, to_tokens};
+    static int64_t gathered[2 * UPIPE_ALL_GATHER_MAX];
+    static upipe_msg list[4];
+    upipe_plan_desc d = h->plan.desc;
+    upipe_status s;
+    if (n > 5) return UPIPE_OK;
+    *v = (verdict){"a plan for rank 0 of 2 on rank 1 of a team of 2: each rank has its own", UPIPE_ERR_ARG};
+    d.ranks = 2, d.chunk = 2;
+    WELL(upipe_plan_init(&h->plan, &d, &h->c.err));
+    h->f.desc = d;
+    h->x.n = h->q.q.n = h->q.k.n = h->q.v.n = h->q.o.n = h->plan.rows;
+    upipe_comm_dry(&h->team, 1, 2, list, gathered);
+    s = calls[n](h);
+    CHECK_INT(h->team.sent_bytes, 0);
+    return s;
+}
+
+/* ---- all of them ---- */
+
 static void test_table(void)
 {
-    static mistakes *const lists[] = {other_layer,  other_call, other_states,  uncovered_tokens,
-                                      changed_plan, null_layer, null_argument, wrong_shards};
+    static const struct {
+        mistakes *list;
+        int breaks; /* a pass that is refused breaks the team */
+    } lists[] = {{other_layer, 1},  {other_call, 1},     {other_states, 0},  {uncovered_tokens, 0},
+                 {changed_plan, 0}, {null_layer, 0},     {null_argument, 0}, {wrong_shards, 0},
+                 {wrong_layer, 1},  {wrong_order, 0},    {wrong_gate, 1},    {wrong_gate_bwd, 1},
+                 {wrong_qkv, 1},    {wrong_segments, 0}, {missing, 0},       {foreign_plan, 0}};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; ++i)
         for (int n = 0;; ++n) {
             host *h = host_begin();
-            const char *words = NULL;
+            verdict v = {0};
             upipe_status s;
             memset(&h->c.err, 0, sizeof h->c.err);
-            s = lists[i](h, n, &words);
-            if (words != NULL)
-                CHECK_SAY(s == UPIPE_ERR_ARG && h->c.err.status == s && strstr(h->c.err.text, words) != NULL,
-                          "mistake %d: %s (%s), not \"%s\"", n, upipe_status_name(s), h->c.err.text, words);
-            host_end(h, words != NULL ? words : "no mistake");
-            if (words == NULL) break;
+            s = lists[i].list(h, n, &v);
+            if (v.words != NULL)
+                CHECK_SAY(s == v.status && h->c.err.status == s && strstr(h->c.err.text, v.words) != NULL,
+                          "list %zu, mistake %d: %s (%s), not %s \"%s\"", i, n, upipe_status_name(s),
+                          h->c.err.text, upipe_status_name(v.status), v.words);
+            CHECK(v.words == NULL || !lists[i].breaks || h->state.failure.status != UPIPE_OK);
+            host_end(h, v.words != NULL ? v.words : "no mistake");
+            if (v.words == NULL) break;
         }
 }
 
@@ -640,6 +924,14 @@ static void well_recomputed(host *h)
     WELL(qkv_bwd(h));
 }
 
+static void well_not_wanted(host *h)
+{
+    WELL(qkv_fwd(h));
+    h->qg.dq.data = NULL;
+    WELL(qkv_bwd(h));
+    CHECK_INT(h->mem.live, 0);
+}
+
 static void well_segments(host *h)
 {
     upipe_fpdt copy = h->f;
@@ -680,8 +972,9 @@ typedef void well(host *h);
 
 static void test_well(void)
 {
-    static well *const cases[] = {well_padded,     well_moved,    well_own_structs,   well_copied,
-                                  well_recomputed, well_segments, well_without_world, well_without_context};
+    static well *const cases[] = {well_padded,   well_moved,         well_own_structs,
+                                  well_copied,   well_recomputed,    well_not_wanted,
+                                  well_segments, well_without_world, well_without_context};
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
         host *h = host_begin();
