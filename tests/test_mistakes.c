@@ -1,7 +1,8 @@
 /* test_mistakes.c -- what a host gets wrong: each mistake of a table has a status and a sentence, and none is silent
  *
  * A backward that is given another layer than its forward, a plan that was changed after upipe_plan_init, a null
- * pointer, shards that were not checked. A list of what is no mistake follows: these calls must go through.
+ * pointer, shards that were not checked, tensors of another shape, calls in the wrong order, at every door. A list of what
+ * is no mistake follows: these calls must go through.
  */
 #include "../upipe/net/upipe_net_threads.h"
 #include "../upipe/cpu/upipe_cpu.h"
@@ -670,7 +671,8 @@ static upipe_status wrong_gate(host *h, int n, verdict *v)
          return gated(h, back, y, save, x));
     SAYS("layer id 3, and 0 in the forward", h->l.id = 3; return gated(h, back, y, save, x));
     SAYS("consumed already", WELL(gated(h, 1, y, save, x)); return gated(h, back, y, save, x));
-    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", h->ops.gate = fail_gate; return gated(h, back, y, save, x));
+    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", upipe_status s; h->ops.gate = fail_gate;
+            s = gated(h, back, y, save, x); CHECK(save->delta == NULL); return s);
     return UPIPE_OK;
 }
 
@@ -690,7 +692,8 @@ static upipe_status wrong_gate_bwd(host *h, int n, verdict *v)
     SAYS("dx is f32 [8][1][129]", return GATED_BWD(wide, y, x));
     SAYS("grads is NULL", return upipe_layer_gated_out_bwd(&h->c, &h->l, NULL, &h->save, y, y, x));
     SAYS("a gradient of bq is wanted without it", h->g.bq = h->grads; return gated_bwd(h));
-    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", h->ops.gate_bwd = fail_gate; return gated_bwd(h));
+    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", upipe_status s; h->ops.gate_bwd = fail_gate;
+            s = gated_bwd(h); CHECK(h->save.delta == NULL); return s);
 #undef GATED_BWD
     return UPIPE_OK;
 }
@@ -932,6 +935,26 @@ static void well_not_wanted(host *h)
     CHECK_INT(h->mem.live, 0);
 }
 
+/* A refusal breaks the team, and leaves what the forward has saved: another team goes on. */
+static void well_again(host *h)
+{
+    h->l.wg = h->l.wq;
+    WELL(fwd(h));
+    h->ops.gate_bwd = fail_gate;
+    CHECK(gated_bwd(h) == UPIPE_ERR_BACKEND);
+    upipe_cpu_ops(&h->ops);
+    upipe_comm_self(&h->team, &h->state, h->ops.copy);
+    WELL(gated_bwd(h));
+    WELL(bwd(h));
+    WELL(upipe_saved_free(&h->c, &h->save));
+    WELL(qkv_fwd(h));
+    h->qg.dk.d = 40;
+    CHECK(qkv_bwd(h) == UPIPE_ERR_ARG);
+    h->qg.dk.d = DIM;
+    upipe_comm_self(&h->team, &h->state, h->ops.copy);
+    WELL(qkv_bwd(h));
+}
+
 static void well_segments(host *h)
 {
     upipe_fpdt copy = h->f;
@@ -972,9 +995,9 @@ typedef void well(host *h);
 
 static void test_well(void)
 {
-    static well *const cases[] = {well_padded,   well_moved,         well_own_structs,
-                                  well_copied,   well_recomputed,    well_not_wanted,
-                                  well_segments, well_without_world, well_without_context};
+    static well *const cases[] = {well_padded,        well_moved,          well_own_structs, well_copied,
+                                  well_recomputed,    well_not_wanted,     well_again,       well_segments,
+                                  well_without_world, well_without_context};
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
         host *h = host_begin();
