@@ -8,10 +8,9 @@
  *
  *     test_llama TWO_LAYERS FAMILIES
  */
-#include "upipe/net/upipe_net_threads.h"
+#include "upipe/net/upipe_net_threads_grid.h"
 #include "upipe/upipe.h"
 
-#include "../examples/common/grid.h"
 #include "../examples/common/rules.h"
 #include "../examples/llama/state/memory.h"
 #include "../examples/llama/files/config_file.h"
@@ -45,7 +44,7 @@ typedef struct way {
     upipe_plan_desc desc;
     int segments, zero, replicas, offload_optimizer;
     activations_setting activations;
-    grid net;
+    upipe_threads_grid net;
     upipe_ops ops;
     float *kept[KEPT][LLAMA_GROUPS]; /* of all ranks together */
     double loss, norm;
@@ -233,7 +232,7 @@ static upipe_status way_main(void *user, int rank)
     upipe_ctx c = {0};
     context_pool(&c, &mem, &w->ops, SLAB, BLOCKS);
     pool_begin(&host, SLAB, BLOCKS);
-    grid_use(&w->net, rank, &c);
+    upipe_threads_grid_use(&w->net, rank, &c);
     desc.rank = rank % desc.ranks;
     desc.ring_rank = rank / desc.ranks % desc.ring;
     s = model_init(&m, &w->g->layout, &desc, &c.err);
@@ -246,7 +245,7 @@ static upipe_status way_main(void *user, int rank)
     m.zero = w->zero;
     m.offload_optimizer = w->offload_optimizer;
     m.offload_weights = w->offload_optimizer && w->zero == 3;
-    if (s == UPIPE_OK) s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
+    if (s == UPIPE_OK) s = trainer_open(&t, &m, &c, upipe_threads_comm(&w->net.world, rank), &host);
     if (s == UPIPE_OK) s = way_rank(w, &t);
     CHECK_STATUS(s, UPIPE_OK, c.err);
     CHECK(mem.live == 0 && host.live == 0);
@@ -259,6 +258,7 @@ static upipe_status way_main(void *user, int rank)
 /* The description says ranks and schedule, and how many sequences a micro-batch has where these are not all. */
 static void way_run_as(way *w, const golden *g, way as)
 {
+    upipe_grid grid = {.in_team = as.desc.ranks, .in_ring = as.desc.ring};
     upipe_err e;
     int mark;
     *w = as;
@@ -277,11 +277,10 @@ static void way_run_as(way *w, const golden *g, way as)
     for (int i = 0; i < KEPT * LLAMA_GROUPS; ++i)
         w->kept[i / LLAMA_GROUPS][i % LLAMA_GROUPS] = floats(golden_count(g, i % LLAMA_GROUPS));
     mark = buffers_n;
-    CHECK_STATUS(
-        grid_init(&w->net, w->replicas * as.desc.ranks * as.desc.ring, as.desc.ranks, as.desc.ring, 60, &e),
-        UPIPE_OK, e);
+    grid.ranks = w->replicas * grid.in_team * grid.in_ring;
+    CHECK_STATUS(upipe_threads_grid_init(&w->net, &grid, 60, &e), UPIPE_OK, e);
     CHECK(upipe_threads_run(&w->net.world, way_main, w, NULL, NULL) == UPIPE_OK);
-    grid_free(&w->net);
+    upipe_threads_grid_free(&w->net);
     buffers_free(mark);
 }
 

@@ -4,12 +4,12 @@
  *     abi_team_use(&t, rank, &ctx);              ctx.team, and ctx.ring, NULL where R = 1
  *     abi_team_free(&t);                         no rank is in a call; after a failed open too
  *
- * There are C * R ranks, which lie as in grid.h: rank w is rank w % C of its team and rank w / C of its ring.
+ * There are C * R ranks: rank w is rank w % C of its team and rank w / C of its ring.
  */
 #ifndef ABI_TEAM_H
 #define ABI_TEAM_H
 
-#include "../common/grid.h"
+#include "upipe/net/upipe_net_threads_grid.h"
 #include "upipe/net/upipe_net_tcp.h"
 
 #include <sys/stat.h>
@@ -22,7 +22,7 @@ enum {
 typedef struct abi_team {
     int in_team, in_ring; /* C, R */
     int first, here;      /* this process has the ranks first .. first + here - 1 */
-    grid threads;
+    upipe_threads_grid threads;
     upipe_comm *team, *ring; /* of a process; ring: NULL where there is none */
     upipe_tcp tcp[2];
     void *own; /* of MPI or NCCL */
@@ -32,10 +32,12 @@ typedef struct abi_team {
 
 static upipe_status abi_team_threads(abi_team *t, int in_team, int in_ring, upipe_err *e)
 {
+    upipe_grid grid;
     t->in_team = in_team;
     t->in_ring = in_ring;
     t->here = in_team * in_ring;
-    return grid_init(&t->threads, t->here, in_team, in_ring, ABI_DEADLINE, e);
+    grid.ranks = t->here, grid.in_team = in_team, grid.in_ring = in_ring, grid.ring_first = 0;
+    return upipe_threads_grid_init(&t->threads, &grid, ABI_DEADLINE, e);
 }
 
 /* This process alone is here. */
@@ -114,13 +116,13 @@ static void abi_team_use(abi_team *t, int rank, upipe_ctx *c)
 {
     c->team = t->team;
     c->ring = t->ring;
-    if (t->team == NULL) grid_use(&t->threads, rank, c);
+    if (t->team == NULL) upipe_threads_grid_use(&t->threads, rank, c);
 }
 
 static void abi_team_free(abi_team *t)
 {
     if (t->end != NULL) t->end(t);
-    grid_free(&t->threads);
+    upipe_threads_grid_free(&t->threads);
 }
 
 #endif

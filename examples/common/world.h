@@ -14,7 +14,7 @@
  *               world_side(&w, rank)            a second one, for a side stream (a thread, or on a device the caller); if
  *                                               options.zero_prefetch
  *
- * Ranks lie as in grid.h. Where they are processes, those of a machine are neighbours, so that a team stays
+ * The ranks of a team are neighbours. Where they are processes, those of a machine are neighbours, so that a team stays
  * inside a machine where it can. Rank 0 reports: sentences of other processes are held (cli.h) until
  * world_agree brings the first of them to rank 0. A failure inside body breaks every communicator with its
  * sentence; if rank 0 cannot say it, another rank does. After it world_end ends the job with the launcher's
@@ -27,9 +27,9 @@
 
 #include "device_flag.h"
 #include "flags.h"
-#include "grid.h"
 #include "options.h"
 #include "rendezvous.h"
+#include "upipe/net/upipe_net_threads_grid.h"
 
 enum { WORLD_THREADS, WORLD_MPI, WORLD_NCCL, WORLD_TCP }; /* in the order of --transport */
 
@@ -64,7 +64,7 @@ struct world {
     int with_side;
     const volatile sig_atomic_t
         *caught; /* the signal that the program has taken, 0 for none; NULL: it takes none */
-    grid threads;
+    upipe_threads_grid threads;
     upipe_threads side_threads;
     /* of processes */
     const world_kind *kind;
@@ -99,7 +99,8 @@ static inline int world_place(const int64_t *node, int ranks, int me, int *near_
 /* The first rank of this process's ring. */
 static inline int world_ring_first(const struct world *w)
 {
-    return grid_ring_first(w->first, w->in_team, w->in_ring);
+    const int ranks = w->in_team * w->in_ring;
+    return w->first / ranks * ranks + w->first % w->in_team;
 }
 
 #include "world_tcp.h"
@@ -361,7 +362,7 @@ static inline int world_begin(struct world *w, const flag_set *set, options *o, 
 
 static inline upipe_comm *world_all(struct world *w, int rank)
 {
-    return w->all != NULL ? w->all : grid_world(&w->threads, rank);
+    return w->all != NULL ? w->all : upipe_threads_comm(&w->threads.world, rank);
 }
 
 /* NULL unless it is wanted. */
@@ -373,7 +374,7 @@ static inline upipe_comm *world_side(struct world *w, int rank)
 static inline void world_use(struct world *w, int rank, upipe_ctx *c)
 {
     if (w->all == NULL) {
-        grid_use(&w->threads, rank, c);
+        upipe_threads_grid_use(&w->threads, rank, c);
         return;
     }
     c->team = w->team;
@@ -414,6 +415,7 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
 /* world_split -- makes the teams and the rings of all ranks, which are grids of in_team * in_ring */
 static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
 {
+    upipe_grid grid;
     upipe_status s;
     int r;
     if (w->ranks % (in_team * in_ring) != 0)
@@ -423,10 +425,11 @@ static inline upipe_status world_split(struct world *w, int in_team, int in_ring
     w->in_ring = in_ring;
     if (w->all != NULL) return world_split_processes(w, e);
     if (w->with_side) UPIPE_TRY(upipe_threads_init(&w->side_threads, w->ranks, w->deadline, e));
-    s = grid_init(&w->threads, w->ranks, in_team, in_ring, w->deadline, e);
+    grid.ranks = w->ranks, grid.in_team = in_team, grid.in_ring = in_ring, grid.ring_first = 0;
+    s = upipe_threads_grid_init(&w->threads, &grid, w->deadline, e);
     if (s != UPIPE_OK) upipe_threads_free(&w->side_threads);
     for (r = 0; s == UPIPE_OK && w->with_side && r < w->ranks; ++r)
-        upipe_comm_part(world_side(w, r), grid_world(&w->threads, r), 0, 1);
+        upipe_comm_part(world_side(w, r), upipe_threads_comm(&w->threads.world, r), 0, 1);
     return s;
 }
 
@@ -434,7 +437,7 @@ static inline void world_join(struct world *w)
 {
     if (w->all != NULL) return;
     upipe_threads_free(&w->side_threads);
-    grid_free(&w->threads);
+    upipe_threads_grid_free(&w->threads);
 }
 
 static inline upipe_status world_main(void *user, int rank)
@@ -467,6 +470,7 @@ static inline upipe_status world_main_process(struct world *w)
 static inline int world_run(struct world *w, world_body *body, void *user, const char *what)
 {
     upipe_status *statuses = (upipe_status *)calloc((size_t)w->here, sizeof *statuses), s;
+    upipe_err first; /* of threads: what a rank says whose own never ran */
     int r;
     w->why = (upipe_err *)calloc((size_t)w->here, sizeof *w->why);
     if (statuses == NULL || w->why == NULL) {
@@ -480,12 +484,13 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
     w->body = body;
     w->user = user;
     s = w->all != NULL ? world_main_process(w)
-                       : upipe_threads_run(&w->threads.world, world_main, w, statuses, NULL);
+                       : upipe_threads_run(&w->threads.world, world_main, w, statuses, &first);
     r = cli_reason(statuses, w->here, s);
     if (s != UPIPE_OK && w->all != NULL)
         cli_fail("%s%s", what, w->why[0].text);
     else if (s != UPIPE_OK)
-        cli_fail("%srank %d: %s%s", what, r, cli_status(s), grid_why(&w->threads, &w->why[r]));
+        cli_fail("%srank %d: %s%s", what, r, cli_status(s),
+                 (w->why[r].text[0] != 0 ? &w->why[r] : &first)->text);
     free(statuses);
     free(w->why);
     w->why = NULL;
