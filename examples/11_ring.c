@@ -15,7 +15,7 @@ enum { RANKS = 4, TOKENS = 101, HEADS = 8, KV_HEADS = 2, DIM = 32, MODEL = 64, B
 enum { X = TOKENS * MODEL, W = HEADS * DIM * MODEL };
 
 typedef struct shared {
-    upipe_threads_grid grid;
+    upipe_threads_grid threads;
     upipe_plan_desc desc; /* but for the rank */
     upipe_ops ops;
     float w[W], x[X], dx[X], dw[RANKS][W]; /* each rank has its own gradients of weights */
@@ -53,8 +53,8 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
 {
     upipe_plan_desc d = all->desc;
     upipe_dry *dry = &all->dry[rank];
-    d.rank = upipe_grid_team(&all->grid.grid, rank).rank;
-    d.ring_rank = upipe_grid_ring(&all->grid.grid, rank).rank;
+    d.rank = upipe_grid_team(&all->threads.grid, rank).rank;
+    d.ring_rank = upipe_grid_ring(&all->threads.grid, rank).rank;
     UPIPE_TRY(upipe_plan_init(&all->plans[rank], &d, &c->err));
     l->plan = &all->plans[rank], l->rope_theta = 10000, l->mask.causal = 1;
     l->wq = l->wk = l->wv = all->w; /* one matrix will do here */
@@ -67,7 +67,7 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
 static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
-    upipe_comm *world = upipe_threads_comm(&all->grid.world, rank);
+    upipe_comm *world = upipe_threads_comm(&all->threads.world, rank);
     upipe_mem_block blocks[BLOCKS];
     upipe_mem mem;
     upipe_layer layer = {0};
@@ -75,7 +75,7 @@ static upipe_status rank_main(void *user, int rank)
     upipe_status s;
     void *slab;
     c.ops = &all->ops, c.mem = &mem;
-    upipe_threads_grid_use(&all->grid, rank, &c);
+    upipe_threads_grid_use(&all->threads, rank, &c);
     s = prepare(&c, all, rank, &layer);
     slab = aligned_alloc(UPIPE_MEM_ALIGN, all->slab_bytes[rank]);
     upipe_mem_init(&mem, slab, slab != NULL ? all->slab_bytes[rank] : 0, blocks, BLOCKS);
@@ -105,9 +105,9 @@ static upipe_status run(shared *all, const method *m, upipe_err *err)
     for (int i = 0; i < W; ++i) all->w[i] = (float)sin(i * 0.37) / 16;
     for (int i = 0; i < X; ++i) all->x[i] = (float)cos(i * 0.11);
     upipe_cpu_ops(&all->ops);
-    UPIPE_TRY(upipe_threads_grid_init(&all->grid, &grid, 60, err));
-    s = upipe_threads_run(&all->grid.world, rank_main, all, NULL, err);
-    upipe_threads_grid_free(&all->grid);
+    UPIPE_TRY(upipe_threads_grid_init(&all->threads, &grid, 60, err));
+    s = upipe_threads_run(&all->threads.world, rank_main, all, NULL, err);
+    upipe_threads_grid_free(&all->threads);
     return s;
 }
 

@@ -20,8 +20,8 @@ enum {
 };
 
 typedef struct abi_team {
-    int in_team, in_ring; /* C, R */
-    int first, here;      /* this process has the ranks first .. first + here - 1 */
+    upipe_grid grid; /* one of all ranks */
+    int first, here; /* this process has the ranks first .. first + here - 1 */
     upipe_threads_grid threads;
     upipe_comm *team, *ring; /* of a process; ring: NULL where there is none */
     upipe_tcp tcp[2];
@@ -30,32 +30,32 @@ typedef struct abi_team {
     int kept; /* after abi_team_free: others may still read the slab */
 } abi_team;
 
+static void abi_team_grid(abi_team *t, int in_team, int in_ring)
+{
+    t->grid.ranks = in_team * in_ring;
+    t->grid.in_team = in_team;
+    t->grid.in_ring = in_ring;
+}
+
 static upipe_status abi_team_threads(abi_team *t, int in_team, int in_ring, upipe_err *e)
 {
-    upipe_grid grid;
-    t->in_team = in_team;
-    t->in_ring = in_ring;
-    t->here = in_team * in_ring;
-    grid.ranks = t->here, grid.in_team = in_team, grid.in_ring = in_ring, grid.ring_first = 0;
-    return upipe_threads_grid_init(&t->threads, &grid, ABI_DEADLINE, e);
+    abi_team_grid(t, in_team, in_ring);
+    t->here = t->grid.ranks;
+    return upipe_threads_grid_init(&t->threads, &t->grid, ABI_DEADLINE, e);
 }
 
-/* This process alone is here. */
-static upipe_status abi_team_one(abi_team *t, int in_team, int in_ring, int rank, upipe_err *e)
+/* This process alone is here. part[0]: its team; part[1]: its ring. */
+static upipe_status abi_team_one(abi_team *t, int in_team, int in_ring, int rank, upipe_grid_part *part,
+                                 upipe_err *e)
 {
-    if (rank < 0 || rank >= in_team * in_ring)
-        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d", rank, in_team * in_ring);
-    t->in_team = in_team;
-    t->in_ring = in_ring;
+    abi_team_grid(t, in_team, in_ring);
+    if (rank < 0 || rank >= t->grid.ranks)
+        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d", rank, t->grid.ranks);
     t->first = rank;
     t->here = 1;
+    part[0] = upipe_grid_team(&t->grid, rank);
+    part[1] = upipe_grid_ring(&t->grid, rank);
     return UPIPE_OK;
-}
-
-/* Rank i of this process's team, or of its ring. */
-static int abi_team_member(const abi_team *t, int of_ring, int i)
-{
-    return of_ring ? i * t->in_team + t->first % t->in_team : t->first / t->in_team * t->in_team + i;
 }
 
 static void abi_team_tcp_end(abi_team *t)
@@ -89,14 +89,15 @@ static upipe_status abi_team_sockets(abi_team *t, int in_team, int in_ring, int 
 {
     int fds[2][2][UPIPE_TCP_MAX], all[ABI_SOCKETS], sockets = 0, which, i;
     const int groups = in_ring > 1 ? 2 : 1;
+    upipe_grid_part part[2];
     if (in_team > UPIPE_TCP_MAX || in_ring > UPIPE_TCP_MAX)
         return upipe_fail(e, UPIPE_ERR_ARG,
                           "a team of %d ranks and a ring of %d over sockets, at most %d each", in_team,
                           in_ring, (int)UPIPE_TCP_MAX);
-    UPIPE_TRY(abi_team_one(t, in_team, in_ring, rank, e));
+    UPIPE_TRY(abi_team_one(t, in_team, in_ring, rank, part, e));
     for (which = 0; which < groups; ++which)
-        for (i = 0; i < (which ? in_ring : in_team); ++i) {
-            const int member = abi_team_member(t, which, i);
+        for (i = 0; i < part[which].ranks; ++i) {
+            const int member = part[which].first + i * part[which].step;
             fds[which][0][i] = headers[member];
             fds[which][1][i] = data[member];
             if (member != rank) all[sockets++] = headers[member], all[sockets++] = data[member];
@@ -104,9 +105,8 @@ static upipe_status abi_team_sockets(abi_team *t, int in_team, int in_ring, int 
     UPIPE_TRY(abi_sockets_differ(all, sockets, e)); /* before an end that would say goodbye to them */
     t->end = abi_team_tcp_end;
     for (which = 0; which < groups; ++which) {
-        UPIPE_TRY(upipe_tcp_init(&t->tcp[which], fds[which][0], fds[which][1],
-                                 which ? rank / in_team : rank % in_team, which ? in_ring : in_team,
-                                 ABI_DEADLINE, e));
+        UPIPE_TRY(upipe_tcp_init(&t->tcp[which], fds[which][0], fds[which][1], part[which].rank,
+                                 part[which].ranks, ABI_DEADLINE, e));
         *(which ? &t->ring : &t->team) = &t->tcp[which].comm;
     }
     return UPIPE_OK;
