@@ -24,8 +24,7 @@ static void abi_team_mpi_end(abi_team *t)
     free(m);
 }
 
-/* comm: an MPI_Comm; NULL: MPI_COMM_WORLD. */
-static upipe_status abi_team_mpi(abi_team *t, int in_team, int in_ring, const void *comm, upipe_err *e)
+static upipe_status abi_team_mpi(abi_team *t, const abi_given *given, upipe_err *e)
 {
     int running = 0, ended = 0, rank = 0, ranks = 0, i;
     upipe_grid_part part[2];
@@ -34,19 +33,19 @@ static upipe_status abi_team_mpi(abi_team *t, int in_team, int in_ring, const vo
     MPI_Initialized(&running);
     MPI_Finalized(&ended);
     if (!running || ended) return upipe_fail(e, UPIPE_ERR_ARG, "MPI is not running");
-    of = comm != NULL ? *(const MPI_Comm *)comm : MPI_COMM_WORLD;
+    of = given->mpi != NULL ? *(const MPI_Comm *)given->mpi : MPI_COMM_WORLD;
     if (of == MPI_COMM_NULL) return upipe_fail(e, UPIPE_ERR_ARG, "the communicator is MPI_COMM_NULL");
     if (MPI_Comm_size(of, &ranks) != MPI_SUCCESS || MPI_Comm_rank(of, &rank) != MPI_SUCCESS)
         return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI does not know the communicator");
-    if (ranks != in_team * in_ring)
+    if (ranks != t->grid.ranks)
         return upipe_fail(e, UPIPE_ERR_ARG, "a communicator of %d ranks, and a description of %d", ranks,
-                          in_team * in_ring);
-    UPIPE_TRY(abi_team_one(t, in_team, in_ring, rank, part, e));
+                          t->grid.ranks);
+    UPIPE_TRY(abi_team_one(t, rank, part, e));
     t->own = m = (part_mpi *)calloc(2, sizeof *m);
     if (m == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "memory is out");
     t->end = abi_team_mpi_end;
     m[0].comm = m[1].comm = MPI_COMM_NULL;
-    for (i = 0; i < (in_ring > 1 ? 2 : 1); ++i) {
+    for (i = 0; i < (t->grid.in_ring > 1 ? 2 : 1); ++i) {
         UPIPE_TRY(part_mpi_make(&m[i], of, part[i], ABI_DEADLINE, e));
         *(i ? &t->ring : &t->team) = &m[i].end.comm;
     }
@@ -55,9 +54,9 @@ static upipe_status abi_team_mpi(abi_team *t, int in_team, int in_ring, const vo
 
 #else
 
-static upipe_status abi_team_mpi(abi_team *t, int in_team, int in_ring, const void *comm, upipe_err *e)
+static upipe_status abi_team_mpi(abi_team *t, const abi_given *given, upipe_err *e)
 {
-    (void)t, (void)in_team, (void)in_ring, (void)comm;
+    (void)t, (void)given;
     return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "this library was built without MPI");
 }
 

@@ -41,30 +41,29 @@ static upipe_status abi_team_nccl_split(abi_team *t, const upipe_grid_part *part
     return upipe_nccl_free(all, e);
 }
 
-/* comm: an ncclComm_t, or NULL: then one is made of the id, where this process is `rank`. */
-static upipe_status abi_team_nccl(abi_team *t, int in_team, int in_ring, int rank, void *comm, const void *id,
-                                  upipe_err *e)
+static upipe_status abi_team_nccl_by(abi_team *t, const abi_given *given, upipe_err *e)
 {
-    upipe_grid_part part[2], whole = {0, 1, in_team * in_ring, rank};
-    ncclUniqueId own;
+    const upipe_grid_part whole = {0, 1, t->grid.ranks, given->rank};
+    upipe_grid_part part[2];
+    ncclUniqueId id;
     part_nccl *n;
-    UPIPE_TRY(abi_team_one(t, in_team, in_ring, rank, part, e));
+    UPIPE_TRY(abi_team_one(t, given->rank, part, e));
     t->own = n = (part_nccl *)calloc(ABI_NCCL_COMMS, sizeof *n);
     if (n == NULL) return upipe_fail(e, UPIPE_ERR_MEMORY, "memory is out");
     t->end = abi_team_nccl_end;
-    if (comm != NULL) {
+    if (given->nccl != NULL) {
         upipe_comm *all = &n[ABI_NCCL_ALL].end.comm;
-        UPIPE_TRY(upipe_nccl_init(&n[ABI_NCCL_ALL].end, (ncclComm_t)comm, ABI_DEADLINE, e));
+        UPIPE_TRY(upipe_nccl_init(&n[ABI_NCCL_ALL].end, (ncclComm_t)given->nccl, ABI_DEADLINE, e));
         if (all->ranks != whole.ranks)
             return upipe_fail(e, UPIPE_ERR_ARG, "a communicator of %d ranks, and a description of %d",
                               all->ranks, whole.ranks);
-        UPIPE_TRY(abi_team_one(t, in_team, in_ring, all->rank, part, e));
+        UPIPE_TRY(abi_team_one(t, all->rank, part, e));
         return abi_team_nccl_split(t, part, e);
     }
-    memcpy(&own, id, sizeof own);
-    UPIPE_TRY(part_nccl_make(&n[ABI_NCCL_ALL], own, whole, ABI_DEADLINE, e));
+    memcpy(&id, given->nccl_id, sizeof id);
+    UPIPE_TRY(part_nccl_make(&n[ABI_NCCL_ALL], id, whole, ABI_DEADLINE, e));
     t->team = &n[ABI_NCCL_ALL].end.comm;
-    return in_ring > 1 ? abi_team_nccl_split(t, part, e) : UPIPE_OK;
+    return t->grid.in_ring > 1 ? abi_team_nccl_split(t, part, e) : UPIPE_OK;
 }
 
 static upipe_status abi_nccl_id(void *id, upipe_err *e)
@@ -79,10 +78,9 @@ static upipe_status abi_nccl_lacks(upipe_err *e)
     return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "this library was built without NCCL");
 }
 
-static upipe_status abi_team_nccl(abi_team *t, int in_team, int in_ring, int rank, void *comm, const void *id,
-                                  upipe_err *e)
+static upipe_status abi_team_nccl_by(abi_team *t, const abi_given *given, upipe_err *e)
 {
-    (void)t, (void)in_team, (void)in_ring, (void)rank, (void)comm, (void)id;
+    (void)t, (void)given;
     return abi_nccl_lacks(e);
 }
 
@@ -93,4 +91,12 @@ static upipe_status abi_nccl_id(void *id, upipe_err *e)
 }
 
 #endif
+
+static upipe_status abi_team_nccl(abi_team *t, const abi_given *given, upipe_err *e)
+{
+    if (given->nccl == NULL && given->nccl_id == NULL)
+        return upipe_fail(e, UPIPE_ERR_ARG, "the communicator, or its id, is NULL");
+    return abi_team_nccl_by(t, given, e);
+}
+
 #endif
