@@ -26,7 +26,7 @@ FORMAT_RELEASE = '14'
 VERBATIM = {'LICENSE'}
 COLUMNS = 120
 # Pages that a program prints, and the list of changes, have longer lines.
-LONG_LINES = {'CHANGELOG.md', 'docs/api.md', 'docs/flags.md', 'docs/models.md', 'docs/paper.md'}
+LONG_LINES = {'CHANGELOG.md', 'docs/api.md', 'docs/models.md', 'docs/paper.md'}
 PUBLIC = re.compile(r'UPIPE_API\s[^;({]*?\b(upipe_\w+)\(')
 
 
