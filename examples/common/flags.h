@@ -253,18 +253,25 @@ static inline int flag_value(const flag_row *row, const char *text, void *at)
 
 /* ---- --help ---- */
 
+/* A word from this column on, or in a new line where it does not fit; the column behind it. */
+static inline int flag_put(FILE *f, int column, const char *word, int n)
+{
+    const int first = column == FLAG_COLUMN, fits = first || column + 1 + n <= FLAG_LINE;
+    if (!fits)
+        fprintf(f, "\n%*s", FLAG_COLUMN, "");
+    else if (!first)
+        fputc(' ', f);
+    fprintf(f, "%.*s", n, word);
+    return (fits ? column + !first : FLAG_COLUMN) + n;
+}
+
 /* Words from column FLAG_COLUMN on, which is where the line is. */
 static inline void flag_fill(FILE *f, const char *text)
 {
     int column = FLAG_COLUMN;
     while (*text != '\0') {
-        const int n = (int)strcspn(text, " "), fits = column == FLAG_COLUMN || column + 1 + n <= FLAG_LINE;
-        if (!fits)
-            fprintf(f, "\n%*s", FLAG_COLUMN, "");
-        else if (column > FLAG_COLUMN)
-            fputc(' ', f);
-        column = (fits ? column + (column > FLAG_COLUMN) : FLAG_COLUMN) + n;
-        fprintf(f, "%.*s", n, text);
+        const int n = (int)strcspn(text, " ");
+        column = flag_put(f, column, text, n);
         text += n + (text[n] == ' ');
     }
     fputc('\n', f);
@@ -297,24 +304,23 @@ static inline void flag_explain(FILE *f, const flag_row *row)
     flag_fill(f, help);
 }
 
-/* The names of the program's flags with a trait below a heading; 0 and nothing said if there are none. */
+/* The names of the program's flags with a trait below a heading, if there are any; how many. */
 static inline int flags_list(FILE *f, const flag_set *set, int trait, const char *heading)
 {
-    char names[1024] = "";
-    size_t used = 0;
+    int some = 0, column = FLAG_COLUMN;
     for (int i = 0; i < set->n; ++i) {
         const flag_row *row = &set->rows[i];
+        char name[64];
         if (!(row->programs & set->programs) || !(row->traits & trait)) continue;
-        used += (size_t)snprintf(names + used, sizeof names - used, "%s--%s", used > 0 ? " " : "", row->name);
-        assert(used < sizeof names);
+        if (some++ == 0) fprintf(f, "\n%s\n%*s", heading, FLAG_COLUMN, "");
+        snprintf(name, sizeof name, "--%s", row->name);
+        column = flag_put(f, column, name, (int)strlen(name));
     }
-    if (used == 0) return 0;
-    fprintf(f, "\n%s\n%*s", heading, FLAG_COLUMN, "");
-    flag_fill(f, names);
-    return 1;
+    if (some > 0) fputc('\n', f);
+    return some;
 }
 
-/* All of --help but the name of the program. */
+/* All of --help behind its first lines. */
 static inline void flags_print(FILE *f, const flag_set *set)
 {
     const char *const *more, *section = NULL;
