@@ -46,7 +46,7 @@ WORDS = re.compile(
 # The lanes of a vector or a warp have this name in the field.
 LANES = re.compile(r'^(CONTRIBUTING\.md|upipe/cpu/|upipe/cuda/|tests/planted/|tests/simt/|tests/cuda/|tests/test_simd_lanes\.c|tests/test_attn\.c|'
                    r'tests/test_gemm\.c|tests/lib/|tests/compile/|tests/meson\.build|tests/run\.(py|sh)|'
-                   r'docs/(api|kernels|kernels_cpu|testing|results\w*|numerics|backends|cuda|nccl|config|benchmarks)\.md|bench/)')
+                   r'docs/(api|kernels|kernels_cpu|testing|results\w*|numerics|backends|cuda|config|benchmarks)\.md|bench/)')
 # A test compares what it got with what it wants, and says what is wrong.
 TESTS = re.compile(r'^tests/')
 SPOKEN = {'want', 'wants', 'wanted', 'say', 'says', 'said', 'tell', 'tells', 'told'}
