@@ -30,7 +30,7 @@ import heapq
 import random
 
 PROCESSORS = 132
-TILE = 1.7       # us: products of a tile at head dim 128, at the bound of docs/results_gpu.md
+TILE = 1.7       # us: products of a tile at head dim 128, at the bound of docs/kernels.md
 READ = 0.4       # TMA has read the buffer
 ASK = 0.7        # a load from another processor's line
 JITTER = 0.15    # of a tile, uniform
