@@ -5,7 +5,7 @@
  * A rank is in a team (all-to-all) and in a ring, each a communicator of its own. The ring's layout says
  * which tokens it holds: here zigzag, equal work for all under a causal mask. Nothing divides: 101 tokens.
  */
-#include "upipe/net/upipe_net_threads.h"
+#include "upipe/net/upipe_net_threads_grid.h"
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"
 
@@ -14,9 +14,8 @@
 enum { RANKS = 4, TOKENS = 101, HEADS = 8, KV_HEADS = 2, DIM = 32, MODEL = 64, BLOCKS = 64 };
 enum { X = TOKENS * MODEL, W = HEADS * DIM * MODEL };
 
-/* Rank r of the world is rank r % C of team r / C, and rank r / C of ring r % C. */
 typedef struct shared {
-    upipe_threads world, teams[2], rings[2];
+    upipe_threads_grid threads;
     upipe_plan_desc desc; /* but for the rank */
     upipe_ops ops;
     float w[W], x[X], dx[X], dw[RANKS][W]; /* each rank has its own gradients of weights */
@@ -54,7 +53,8 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
 {
     upipe_plan_desc d = all->desc;
     upipe_dry *dry = &all->dry[rank];
-    d.rank = rank % d.ranks, d.ring_rank = rank / d.ranks;
+    d.rank = upipe_grid_team(&all->threads.grid, rank).rank;
+    d.ring_rank = upipe_grid_ring(&all->threads.grid, rank).rank;
     UPIPE_TRY(upipe_plan_init(&all->plans[rank], &d, &c->err));
     l->plan = &all->plans[rank], l->rope_theta = 10000, l->mask.causal = 1;
     l->wq = l->wk = l->wv = all->w; /* one matrix will do here */
@@ -67,29 +67,22 @@ static upipe_status prepare(upipe_ctx *c, shared *all, int rank, upipe_layer *l)
 static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
-    const int ranks = all->desc.ranks;
-    upipe_comm *world = upipe_threads_comm(&all->world, rank);
-    upipe_comm *team = upipe_threads_comm(&all->teams[rank / ranks], rank % ranks);
+    upipe_comm *world = upipe_threads_comm(&all->threads.world, rank);
     upipe_mem_block blocks[BLOCKS];
     upipe_mem mem;
     upipe_layer layer = {0};
     upipe_ctx c = {0};
     upipe_status s;
     void *slab;
-    c.ops = &all->ops, c.mem = &mem, c.team = team;
-    if (all->desc.ring > 1) c.ring = upipe_threads_comm(&all->rings[rank % ranks], rank / ranks);
-    s = upipe_comm_barrier(&c, world); /* all ranks are here */
-    if (s == UPIPE_OK) s = prepare(&c, all, rank, &layer);
+    c.ops = &all->ops, c.mem = &mem;
+    upipe_threads_grid_use(&all->threads, rank, &c);
+    s = prepare(&c, all, rank, &layer);
     slab = aligned_alloc(UPIPE_MEM_ALIGN, all->slab_bytes[rank]);
     upipe_mem_init(&mem, slab, slab != NULL ? all->slab_bytes[rank] : 0, blocks, BLOCKS);
     if (s == UPIPE_OK) s = step(&c, &layer, all, all->dw[rank]);
     /* weights are everybody's: team and ring */
     if (s == UPIPE_OK) s = upipe_all_reduce(&c, world, all->dw[rank], W);
-    if (s != UPIPE_OK) { /* who waits for this rank is in one of these */
-        upipe_comm_abort(world, c.err.text);
-        upipe_comm_abort(team, c.err.text);
-        upipe_comm_abort(c.ring, c.err.text);
-    }
+    if (s != UPIPE_OK) upipe_comm_abort(world, c.err.text); /* with its teams and rings */
     free(slab);
     return s;
 }
@@ -102,6 +95,7 @@ typedef struct method {
 
 static upipe_status run(shared *all, const method *m, upipe_err *err)
 {
+    const upipe_grid grid = {.ranks = m->ranks * m->ring, .in_team = m->ranks, .in_ring = m->ring};
     upipe_plan_desc d = {0};
     upipe_status s;
     d.tokens = TOKENS, d.heads = HEADS, d.kv_heads = KV_HEADS, d.head_dim = DIM, d.model_dim = MODEL;
@@ -111,15 +105,9 @@ static upipe_status run(shared *all, const method *m, upipe_err *err)
     for (int i = 0; i < W; ++i) all->w[i] = (float)sin(i * 0.37) / 16;
     for (int i = 0; i < X; ++i) all->x[i] = (float)cos(i * 0.11);
     upipe_cpu_ops(&all->ops);
-    s = upipe_threads_init(&all->world, d.ranks * d.ring, 60, err);
-    for (int i = 0; i < d.ring && s == UPIPE_OK; ++i)
-        s = upipe_threads_init(&all->teams[i], d.ranks, 60, err);
-    for (int i = 0; i < d.ranks && s == UPIPE_OK; ++i)
-        s = upipe_threads_init(&all->rings[i], d.ring, 60, err);
-    if (s == UPIPE_OK) s = upipe_threads_run(&all->world, rank_main, all, NULL, err);
-    for (int i = 0; i < d.ring; ++i) upipe_threads_free(&all->teams[i]);
-    for (int i = 0; i < d.ranks; ++i) upipe_threads_free(&all->rings[i]);
-    upipe_threads_free(&all->world);
+    UPIPE_TRY(upipe_threads_grid_init(&all->threads, &grid, 60, err));
+    s = upipe_threads_run(&all->threads.world, rank_main, all, NULL, err);
+    upipe_threads_grid_free(&all->threads);
     return s;
 }
 

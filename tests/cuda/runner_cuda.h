@@ -103,8 +103,8 @@ static void cuda_enter(run_state *s, run_own *own, upipe_ctx *c)
     c->mem = mem;
     c->ops = &own->ops;
     c->side_stream = test->run.overlap ? &me->side_stream : NULL;
-    c->team = test->nccl ? &me->nccl.comm : grid_team(&s->grid, own->rank);
-    c->ring = grid_ring(&s->grid, own->rank);
+    upipe_threads_grid_use(&s->grid, own->rank, c);
+    if (test->nccl) c->team = &me->nccl.comm;
 }
 
 static void cuda_leave(run_state *s, run_own *own, upipe_ctx *c)

@@ -21,7 +21,7 @@
 #include "context.h"
 #include "grid.h"
 
-enum { RUN_MAX = GRID_MAX, RUN_WEIGHTS = 5, RUN_GRADS = 12 };
+enum { RUN_MAX = 16, RUN_WEIGHTS = 5, RUN_GRADS = 12 };
 
 typedef struct run_own run_own;
 typedef struct run_state run_state;
@@ -104,7 +104,7 @@ struct run_state {
     const run_place *place;
     const f32_block *in;
     run_result *r;
-    grid grid;
+    upipe_threads_grid grid;
     int ranks; /* of the world */
     upipe_ops ops;
     run_own own[RUN_MAX];
@@ -509,8 +509,7 @@ static inline void *run_host_memory(run_state *s, run_own *own, const void *data
 static inline void run_host_enter(run_state *s, run_own *own, upipe_ctx *c)
 {
     c->ops = &own->ops;
-    c->team = grid_team(&s->grid, own->rank);
-    c->ring = grid_ring(&s->grid, own->rank);
+    upipe_threads_grid_use(&s->grid, own->rank, c);
     if (s->test->overlap) side_begin(c, &own->side, s->test->side_stream_inline);
 }
 
@@ -725,6 +724,7 @@ static inline upipe_status run_plan(run_state *s, run_own *own, upipe_err *err)
 static inline upipe_status run_block(const run_case *test, const f32_block *in, run_result *r)
 {
     const int rings = test->ring > 0 ? test->ring : 1;
+    const upipe_grid g = {test->ranks * rings, test->ranks, rings, test->ring_first};
     const double deadline = test->deadline > 0 ? test->deadline : 60;
     run_state *s;
     upipe_status status;
@@ -739,17 +739,17 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
             upipe_dtype_name(test->shape.dtype), test->shape.bare ? " bare" : "",
             test->overlap ? " overlap" : "", test->ring_first ? " ring first" : "");
     s = (run_state *)zeroed(sizeof *s);
-    s->test = test, s->in = in, s->r = r, s->ranks = test->ranks * rings;
+    s->test = test, s->in = in, s->r = r, s->ranks = g.ranks;
     s->place = test->place != NULL ? test->place : &run_host;
     if (s->ranks > RUN_MAX) abort();
     s->place->begin(s);
     if (test->table != NULL) test->table(&s->ops);
-    status = grid_init(&s->grid, test->ranks, rings, test->ring_first, deadline, &r->errors[0]);
+    status = grid_apart(&s->grid, &g, deadline, &r->errors[0]);
     for (int i = 0; i < s->ranks && status == UPIPE_OK; ++i) {
         run_own *own = &s->own[i];
         own->rank = i;
-        own->team_rank = grid_team_rank(&s->grid, i);
-        own->ring_rank = grid_ring_rank(&s->grid, i);
+        own->team_rank = upipe_grid_team(&g, i).rank;
+        own->ring_rank = upipe_grid_ring(&g, i).rank;
         status = run_plan(s, own, &r->errors[0]);
         sent += own->sent + own->ring_sent;
     }
@@ -767,7 +767,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
                       r->errors[i].text);
     }
     s->place->close(s, status);
-    grid_free(&s->grid);
+    upipe_threads_grid_free(&s->grid);
     buffers_free(mark);
     return status;
 }
