@@ -21,7 +21,7 @@ typedef struct method {
 } method;
 
 typedef struct shared {
-    upipe_threads_grid grid;
+    upipe_threads_grid threads;
     upipe_ops ops;
     const method *how;
     float w[W], x[X], dx[X], dw[RANKS][W]; /* each rank has its own gradients of weights, */
@@ -110,8 +110,8 @@ static upipe_status dry_main(void *user, upipe_session *h)
     const upipe_fpdt f = segments(all, &h->plan, NULL);
     void *terms;
     UPIPE_TRY(f.segments > 0 ? upipe_dry_fpdt(&h->dry, &f) : upipe_dry_layer(&h->dry, &l, 1));
-    UPIPE_TRY(upipe_alloc(&h->dry.ctx, &terms, upipe_reduce_bytes(W, all->grid.world.ranks), UPIPE_USE_REDUCE,
-                          "terms"));
+    UPIPE_TRY(upipe_alloc(&h->dry.ctx, &terms, upipe_reduce_bytes(W, all->threads.world.ranks),
+                          UPIPE_USE_REDUCE, "terms"));
     return upipe_free(&h->dry.ctx, terms);
 }
 
@@ -126,7 +126,7 @@ static upipe_status rank_main(void *user, int rank)
     d.plan.chunk = all->how->chunk, d.plan.ring_mode = all->how->mode, d.plan.layout = UPIPE_ZIGZAG;
     d.dry = dry_main, d.user = all;
     c->ops = &all->ops;
-    upipe_threads_grid_use(&all->grid, rank, c); /* the description's ranks are those of team and ring */
+    upipe_threads_grid_use(&all->threads, rank, c); /* the description's ranks are those of team and ring */
     UPIPE_TRY(upipe_session_open(h, &d));
     all->slabs[rank] = aligned_alloc(UPIPE_MEM_ALIGN, upipe_session_slab_bytes(h)); /* a size of its own */
     UPIPE_TRY(upipe_session_slab(h, all->slabs[rank]));
@@ -134,7 +134,7 @@ static upipe_status rank_main(void *user, int rank)
     UPIPE_TRY(all->how->segments > 0 ? by_segments(h, all, all->rows[rank], &grads)
                                      : by_layer(c, all, &h->plan, &grads));
     if (rank == 0) all->team = c->team->sent_bytes, all->ring = c->ring != NULL ? c->ring->sent_bytes : 0;
-    UPIPE_TRY(upipe_all_reduce(c, upipe_threads_comm(&all->grid.world, rank), grads.wq, W));
+    UPIPE_TRY(upipe_all_reduce(c, upipe_threads_comm(&all->threads.world, rank), grads.wq, W));
     if (h->mem.peak != h->dry.mem.peak) /* never */
         return upipe_fail(&c->err, UPIPE_ERR_MISMATCH, "a peak of %zu bytes", h->mem.peak);
     return upipe_session_close(h);
@@ -149,9 +149,9 @@ static upipe_status run(shared *all, const method *how, upipe_err *err)
     for (int i = 0; i < W; ++i) all->w[i] = (float)sin(i * 0.37) / 16;
     for (int i = 0; i < X; ++i) all->x[i] = (float)cos(i * 0.11);
     upipe_cpu_ops(&all->ops);
-    UPIPE_TRY(upipe_threads_grid_init(&all->grid, &grid, 0, err));
-    s = upipe_threads_run(&all->grid.world, rank_main, all, NULL, err);
-    upipe_threads_grid_free(&all->grid);
+    UPIPE_TRY(upipe_threads_grid_init(&all->threads, &grid, 0, err));
+    s = upipe_threads_run(&all->threads.world, rank_main, all, NULL, err);
+    upipe_threads_grid_free(&all->threads);
     for (int i = 0; i < RANKS; ++i) free(all->slabs[i]);
     return s;
 }
