@@ -22,7 +22,7 @@ TOP, TABLE = (os.path.abspath(path) for path in sys.argv[1:3])
 FULL = bool(os.environ.get('UPIPE_FULL'))
 CC = os.environ.get('CC', 'cc')
 KERNELS = 'cc -O2 -march=native -c upipe/cpu/upipe_cpu.c && '
-LINES = {'03_plug_cudnn.cpp': 250}  # at most; all others have 200
+LINES = {'03_plug_attention.c': 200, '03_plug_cudnn.cpp': 250, '05_methods.c': 190}  # at most; all others have fewer than 160
 AS_IT_IS = ['00_trainer.c', '04_mlp.c', '07_linear.c'] # the others' commands differ in the name alone
 COMMON = {'08_nccl.c': ['common/rendezvous.h']}
 WATCHED = 'clang -fsanitize=undefined -fno-sanitize-recover=all' # sees offsets from NULL, which gcc's does not
@@ -73,7 +73,7 @@ def main():
         with open(os.path.join(TOP, 'examples', name), encoding='utf-8') as file:
             text = file.read()
         lines, shared = text.count('\n'), re.findall(r'#include "((?!upipe/).*)"', text)
-        check(lines <= LINES.get(name, 200), f'{name} has {lines} lines')
+        check(lines <= LINES.get(name, 159), f'{name} has {lines} lines')
         check(shared == COMMON.get(name, []), f'{name} includes {shared}')
         commands[name] = command_of(text)
         check(f' examples/{name} ' in commands[name], f'the head of {name} has the command "{commands[name]}"')
