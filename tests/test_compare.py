@@ -413,7 +413,7 @@ def turns(c):
     if c['rope_type'] != 'yarn':
         return rates, 1
     # slow pairs are stretched, from the one that turns once to the one that turns 32 times
-    low, high = (half * math.log(c['rope_original'] / (2 * math.pi * turns)) / math.log(theta) for turns in (32, 1))
+    low, high = (half * math.log(c['rope_original'] / (2 * math.pi * often)) / math.log(theta) for often in (32, 1))
     low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * half - 1)
     slow = np.clip((np.arange(half) - low) / (high - low), 0, 1)
     return rates * (1 - slow) + rates / more * slow, 1 + 0.1 * math.log(more)
