@@ -20,16 +20,16 @@ import subprocess
 import sys
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
+from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, npy,  # pylint: disable=wrong-import-position
+                      refused, replay, safetensors, sentences, watched, words_of)
+
 try:
     import numpy as np
 except ImportError:
     other_python()
     sys.exit('test_train.py: no NumPy here to check results with: install python3-numpy')
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, npy,  # pylint: disable=wrong-import-position
-                      refused, replay, safetensors, sentences, watched, words_of)
 
 TRAIN, LOGITS = (os.path.abspath(path) for path in sys.argv[1:3])
 ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'eval', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
