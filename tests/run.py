@@ -126,7 +126,7 @@ def parts():
                      'cuda_attn_masks_on_90 cuda_attn90_race cuda_attn90_bwd_race cuda_linear_layer cuda_linear_race '
                      'cuda_train_ops_race compare_mpi toys'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',
-             ordinary='mem comm a2a fpdt mistakes tile safetensors fuzz', slow=SLOW,
+             ordinary='mem comm a2a fpdt mistakes tile safetensors files fuzz', slow=SLOW,
              needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
              ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,

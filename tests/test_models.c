@@ -1,16 +1,21 @@
 /* test_models.c -- the table of families: its rows, and the page that is printed from it
  *
- *     test_models docs/models.md            checks, the page too
- *     test_models > docs/models.md          prints the page
+ *     test_models tests/cases/published.json docs/models.md          checks, the page too
+ *     test_models tests/cases/published.json > docs/models.md        prints the page
+ *
+ * published.json has the config.json of models that people extend, written down after what their makers published: what is
+ * the same in each, and by model the keys that --ignore-key has to name, or null where the model is refused, and the rest.
  */
 #define PROGRAM "train"
 #include "lib/test.h"
 
+#include "lib/cases.h"
 #include "lib/page.h"
-#include "lib/published.h"
 
 #include "examples/llama/files/config_write.h"
 #include "examples/plan/preset.h"
+
+#define COMMAND "build/gcc/tests/test_models tests/cases/published.json > docs/models.md"
 
 /* ---- the rows ---- */
 
@@ -70,23 +75,47 @@ static void test_presets(void)
     }
 }
 
-/* Reads a published file, without the keys that are named. */
-static int published_read(int i, const char *ignored, upipe_err *err)
+static json_t *published; /* the file */
+
+static const json_t *published_at(size_t i)
 {
-    char path[] = "test_published.json", words[200], *at = words;
-    text_list keys = {0, {0}};
+    return json_array_get(json_object_get(published, "published"), i);
+}
+
+static size_t published_n(void)
+{
+    return json_array_size(json_object_get(published, "published"));
+}
+
+static const char *published_name(size_t i)
+{
+    return json_string_value(json_array_get(published_at(i), 0));
+}
+
+/* The keys that it takes to name; NULL: the model is refused. */
+static const json_t *published_keys(size_t i)
+{
+    const json_t *keys = json_array_get(published_at(i), 1);
+    return json_is_array(keys) ? keys : NULL;
+}
+
+/* Reads a published file, without these keys. */
+static int published_read(size_t i, const json_t *ignored, upipe_err *err)
+{
+    char path[] = "test_published.json", *text;
+    json_t *all = json_deep_copy(json_object_get(published, "in each"));
+    text_list keys = {(int)json_array_size(ignored), {0}};
     llama_config c;
     FILE *f = fopen(path, "w");
-    int status;
-    CHECK(f != NULL && fputs(published[i].text, f) >= 0 && fclose(f) == 0);
-    snprintf(words, sizeof words, "%s", ignored);
-    while (*at != '\0') {
-        keys.at[keys.n++] = at;
-        at += strcspn(at, " ");
-        if (*at != '\0') *at++ = '\0';
-    }
+    int status, k;
+    json_object_update(all, json_array_get(published_at(i), 2));
+    text = cases_text(all);
+    CHECK(f != NULL && fputs(text, f) >= 0 && fclose(f) == 0);
+    for (k = 0; k < keys.n; ++k) keys.at[k] = json_string_value(json_array_get(ignored, (size_t)k));
     status = llama_config_read(&c, NULL, path, &keys, err);
     unlink(path);
+    free(text);
+    json_decref(all);
     return status;
 }
 
@@ -94,16 +123,17 @@ static int published_read(int i, const char *ignored, upipe_err *err)
 static void test_published(void)
 {
     upipe_err err;
-    int i;
-    for (i = 0; i < (int)PUBLISHED; ++i) {
-        const char *const ignored = published[i].ignored;
-        const int status = published_read(i, "", &err);
-        CHECK_SAY((status == 0) == (ignored != NULL && ignored[0] == '\0'), "%s: %s", published[i].name,
+    size_t i;
+    CHECK(published_n() > 0);
+    for (i = 0; i < published_n(); ++i) {
+        const json_t *const keys = published_keys(i);
+        const int status = published_read(i, NULL, &err);
+        CHECK_SAY((status == 0) == (keys != NULL && json_array_size(keys) == 0), "%s: %s", published_name(i),
                   err.text);
-        if (ignored == NULL)
+        if (keys == NULL)
             CHECK_TEXT(err.text, "is not built; docs/models.md has those that are");
         else
-            CHECK_SAY(published_read(i, ignored, &err) == 0, "%s: %s", published[i].name, err.text);
+            CHECK_SAY(published_read(i, keys, &err) == 0, "%s: %s", published_name(i), err.text);
     }
 }
 
@@ -175,25 +205,25 @@ static void print_defaults(FILE *f, const llama_family *one)
 /* What of the published files is read. */
 static void print_published(FILE *f)
 {
-    int i, plain = 0, flags = 0;
-    for (i = 0; i < (int)PUBLISHED; ++i) {
-        plain += published[i].ignored != NULL && published[i].ignored[0] == '\0';
-        flags += published[i].ignored != NULL && published[i].ignored[0] != '\0';
+    size_t i, k, plain = 0, flags = 0;
+    for (i = 0; i < published_n(); ++i) {
+        plain += published_keys(i) != NULL && json_array_size(published_keys(i)) == 0;
+        flags += json_array_size(published_keys(i)) > 0;
     }
     fprintf(
         f,
-        "\n## Published files\n\nOf %d files as people download them, in [published.h](../tests/lib/published.h), %d are "
-        "read without a flag, %d with\n`--ignore-key`, and %d are refused, as the model is not built.\n\n"
+        "\n## Published files\n\nOf %zu files as people download them, in [published.json](../tests/cases/published.json), %zu are\n"
+        "read without a flag, %zu with `--ignore-key`, and %zu are refused, as the model is not built.\n\n"
         "| `config.json` of | it takes |\n|---|---|\n",
-        (int)PUBLISHED, plain, flags, (int)PUBLISHED - plain - flags);
-    for (i = 0; i < (int)PUBLISHED; ++i) {
-        fprintf(f, "| %s | ", published[i].name);
-        if (published[i].ignored == NULL)
-            fputs("refused", f);
-        else if (published[i].ignored[0] == '\0')
-            fputs("nothing", f);
-        else
-            fputs("`--ignore-key` ", f), print_keys(f, published[i].ignored);
+        published_n(), plain, flags, published_n() - plain - flags);
+    for (i = 0; i < published_n(); ++i) {
+        const json_t *const keys = published_keys(i);
+        fprintf(f, "| %s | %s", published_name(i),
+                keys == NULL                 ? "refused"
+                : json_array_size(keys) == 0 ? "nothing"
+                                             : "`--ignore-key` ");
+        for (k = 0; k < json_array_size(keys); ++k)
+            fprintf(f, "%s`%s`", k > 0 ? ", " : "", json_string_value(json_array_get(keys, k)));
         fputs(" |\n", f);
     }
 }
@@ -204,8 +234,9 @@ static void print_page(FILE *f)
     fputs(
         "# Models\n\n"
         "Which models `train --load` and `logits --load` read, and `--save` writes again, from the table in\n"
-        "[families.h](../examples/llama/model/families.h). A new family is a row there; `test_models > docs/models.md`\n"
-        "prints this page. [checkpoints.md](checkpoints.md) says how a folder is read and what is refused.\n\n"
+        "[families.h](../examples/llama/model/families.h). A new family is a row there;\n"
+        "`test_models tests/cases/published.json > docs/models.md` prints this page. [checkpoints.md](checkpoints.md) says\n"
+        "how a folder is read and what is refused.\n\n"
         "A layer is that of a Llama: RMS norm, attention with RoPE, RMS norm, an MLP with SiLU and a gate. The families\n"
         "differ in what the table says. Biases are those that `attention_bias` gives. Types of RoPE are default, linear,\n"
         "dynamic, llama3, yarn and longrope. Tensors are named as in `transformers`; what a family stores as one tensor\n"
@@ -260,13 +291,19 @@ static void print_page(FILE *f)
 int main(int argc, char **argv)
 {
     if (argc < 2) {
-        print_page(stdout);
-        return 0;
+        fprintf(stderr, "usage: %s tests/cases/published.json [docs/models.md]\n", argv[0]);
+        return 2;
     }
-    test_begin(argc - 1, argv + 1);
+    published = cases_load(argv[1]);
+    if (argc < 3) {
+        print_page(stdout);
+        return test_failures != 0;
+    }
+    test_begin(argc - 2, argv + 2);
     TEST(test_rows());
     TEST(test_presets());
     TEST(test_published());
-    TEST_OF("page", page_check(argv[1], print_page, "build/gcc/tests/test_models > docs/models.md"));
+    TEST_OF("page", page_check(argv[2], print_page, COMMAND));
+    json_decref(published);
     return test_end("models");
 }
