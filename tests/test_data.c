@@ -287,6 +287,7 @@ static void test_npy(void)
         {"<u4", "", "its shape is ()"},
         {"<u4", "-1,", "its shape is (-1,)"},
         {"<u4", "99999999999999999999,", "its shape is (99999999999999999999,)"},
+        {"<u4", "9223372036854775807,", "says 9223372036854775807 tokens of 4 bytes, but 400 bytes follow"},
         {"<u4", "99,", "says 99 tokens of 4 bytes, but 400 bytes follow"}};
     const data_request q = request_of("a.npy", TOKEN_AUTO);
     size_t i;
