@@ -13,9 +13,9 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, equal, load, needed, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
-from hybrid import CONFIG, random_tensors, write_model  # pylint: disable=wrong-import-position
-from programs import BOOK, near, npy, packed, refused, safetensors, same, same_files, sentences, words_of  # pylint: disable=wrong-import-position
+from checks import check, equal, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
+from hybrid import CONFIG, random_tensors  # pylint: disable=wrong-import-position
+from programs import BOOK, near, npy, packed, refused, safetensors, same, same_files, trained, words_of, write_model  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, PLAN = (os.path.abspath(path) for path in sys.argv[1:4])
 CHUNK, TOKENS = 64, 384  # of the rule; of a sequence, of which two and three ranks hold whole chunks
@@ -25,18 +25,9 @@ WHOLE = {'architectures': ['Qwen3_5ForConditionalGeneration'], 'image_token_id':
          'vision_end_token_id': 12, 'vision_start_token_id': 11}
 
 
-def run(what, said=0, **flags):
-    """Trains; its numbers. Every rank holds what its plan says, or the program fails."""
-    flags = {'ranks': 1, 'tokens': TOKENS, 'steps': 1, 'sample': 0, 'json': 'out.json', **({} if flags.get('resume') else {'load': 'model'}),
-             **flags}
-    done = run_command([TRAIN, *words_of(flags)], timeout=280)
-    needed(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}')
-    equal(len([line for line in sentences(done.stderr) if '  evaluation: ' not in line]), said, f'{what}: {done.stderr}')
-    numbers = load('out.json')
-    if flags['steps'] > 0:
-        equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
-        equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
-    return numbers
+def run(what, **flags):
+    return trained(TRAIN, what, **{'ranks': 1, 'tokens': TOKENS, 'steps': 1, 'sample': 0, **({} if flags.get('resume') else {'load': 'model'}),
+                                   **flags})
 
 
 def alike(got, want, what):
@@ -96,8 +87,7 @@ def test_files(_):
     """What is loaded is saved; what was saved is saved again to the byte, by however many ranks."""
     begin()
     run('saved', data='text', steps=0, save='one')
-    equal({name: (shape, data) for name, (_, shape, data) in safetensors('one/checkpoint-0/model.safetensors')[1].items()}, random_tensors(CONFIG),
-          'tensors')
+    equal(safetensors('one/checkpoint-0/model.safetensors')[1], random_tensors(CONFIG), 'tensors')
     for ranks, zero in [(1, 0), (3, 3)]:
         run('saved again', load='one', data='text', steps=0, ranks=ranks, zero=zero, save=f'two{zero}')
         same_files(f'two{zero}/checkpoint-0', 'one/checkpoint-0', f'saved by {ranks} ranks')
@@ -150,7 +140,7 @@ def test_whole(_):
     begin()
     tensors = random_tensors(CONFIG)
     whole = {name.replace('model.', 'model.language_model.', 1): t for name, t in tensors.items()}
-    other = {'model.visual.merger.norm.bias': ([2], bytes(8)), 'mtp.norm.weight': ([1], bytes(4))}
+    other = {'model.visual.merger.norm.bias': ('F32', [2], bytes(8)), 'mtp.norm.weight': ('F32', [1], bytes(4))}
     write_model('whole', WHOLE, {**whole, **other})
     want = run('the text model', data='text')
     same(run('of a larger model', said=1, load='whole', data='text', save='text part'), want, 'of a larger model')
@@ -159,7 +149,7 @@ def test_whole(_):
     os.rename('parts/model.safetensors', 'parts/part')
     write('parts/model.safetensors.index.json', json.dumps({'weight_map': {name: 'part' for name in whole}}))
     same(run('in parts', said=1, load='parts', data='text'), want, 'in parts')
-    write_model('more', WHOLE, {**whole, 'model.audio.weight': ([1], bytes(4))})
+    write_model('more', WHOLE, {**whole, 'model.audio.weight': ('F32', [1], bytes(4))})
     refused([TRAIN, *words_of({'load': 'more', 'data': 'text'})], '.', 1, ['model.audio.weight is no tensor of this model'], lines=2)
     write_model('twice', WHOLE, {**whole, 'model.norm.weight': tensors['model.norm.weight']})
     refused([TRAIN, *words_of({'load': 'twice', 'data': 'text'})], '.', 1, ['model.*norm.weight is there twice, by two names'], lines=2)

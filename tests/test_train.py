@@ -23,7 +23,7 @@ import time
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
 from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, near, npy,  # pylint: disable=wrong-import-position
-                      refused, replay, safetensors, same, same_files, sentences, watched, words_of, write_header, write_tensors)
+                      refused, replay, safetensors, same, same_files, sentences, watched, words_of, write_header, write_model, write_tensors)
 
 try:
     import numpy as np
@@ -1038,15 +1038,10 @@ QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'attention_dropout': 0.0, 'bos_t
          'use_sliding_window': False, 'vocab_size': 300}
 
 
-def write_qwen2(folder, config, tensors):
-    """tensors: name -> (shape, numbers), of which bf16 keeps the upper halves."""
-    os.makedirs(folder)
-    write(f'{folder}/config.json', json.dumps(config))
-    halves = {}
-    for name, (shape, numbers) in tensors.items():
-        piece = array.array('f', numbers).tobytes()
-        halves[name] = 'BF16', shape, b''.join(piece[i + 2:i + 4] for i in range(0, len(piece), 4))
-    write_tensors(f'{folder}/model.safetensors', halves, {'format': 'pt'})
+def write_halves(folder, config, tensors):
+    """A model in bf16, which keeps the upper halves of {name: (shape, numbers)}."""
+    write_model(folder, config, {name: ('BF16', shape, array.array('H', array.array('f', numbers).tobytes())[1::2].tobytes())
+                                 for name, (shape, numbers) in tensors.items()})
 
 
 def test_rope(folder):
@@ -1100,9 +1095,9 @@ def test_qwen2(folder):
     still = {name: t if name in plain else (t[0], [0] * t[0][0]) for name, t in model.items()}
     llama = {**QWEN2, 'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'}
     del llama['max_window_layers']
-    write_qwen2('qwen2', QWEN2, model)
-    write_qwen2('still', QWEN2, still)
-    write_qwen2('llama', llama, plain)
+    write_halves('qwen2', QWEN2, model)
+    write_halves('still', QWEN2, still)
+    write_halves('llama', llama, plain)
     text = read(BOOK)[1000:1065]
     write('window', text)
     write('ids.npy', npy(text[:64]))
@@ -1143,11 +1138,11 @@ def test_qwen2(folder):
     equal([numbers['loss'][0] for numbers in anew[1:]], anew[0]['loss'][:1] * 2, 'the loss of new biases')
     check(len({numbers['loss'][1] for numbers in anew}) == 3, 'new biases do not learn')
     one = 'model.layers.1.self_attn.k_proj.bias'
-    write_qwen2('without', QWEN2, {name: t for name, t in model.items() if name != one})
-    write_qwen2('with', QWEN2, {**model, one.replace('k_proj', 'o_proj'): ([64], [0] * 64)})
+    write_halves('without', QWEN2, {name: t for name, t in model.items() if name != one})
+    write_halves('with', QWEN2, {**model, one.replace('k_proj', 'o_proj'): ([64], [0] * 64)})
     # Windows by layer, saved and resumed: the last layer's alone.
     sliding = {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}
-    write_qwen2('sliding', sliding, model)
+    write_halves('sliding', sliding, model)
     narrow = [good(folder, f'windows by layer, {more}', load='sliding', save='narrow' + str(more['ranks']), **run_of, **more)
               for more in ({'ranks': 1}, {'ranks': 3, 'method': 'zigzag'}, {'ranks': 2, 'method': 'fpdt'})]
     for numbers in narrow[1:]:
@@ -1156,9 +1151,9 @@ def test_qwen2(folder):
     saved = load('narrow1/checkpoint-1/config.json')
     equal([saved.get(key) for key in ('model_type', 'use_sliding_window', 'sliding_window', 'layer_types')],
           ['qwen2', True, 9, ['full_attention', 'sliding_attention']], 'windows by layer, saved')
-    write_qwen2('other', {**QWEN2, 'other_key': 1}, model)
-    write_qwen2('head', QWEN2, {**model, 'lm_head.weight': model['model.embed_tokens.weight']})
-    write_qwen2('another', QWEN2, {**model, 'lm_head.weight': ([300, 64], [0.5] * 300 * 64)})
+    write_halves('other', {**QWEN2, 'other_key': 1}, model)
+    write_halves('head', QWEN2, {**model, 'lm_head.weight': model['model.embed_tokens.weight']})
+    write_halves('another', QWEN2, {**model, 'lm_head.weight': ([300, 64], [0.5] * 300 * 64)})
     known = good(folder, 'an ignored key', load='other', ignore_key='other_key', **run_of)
     equal(known['loss'], good(folder, 'a stored head', load='head', **run_of)['loss'], 'an ignored key, a stored head: the loss')
     equal(known['config']['ignore_key'], ['other_key'], 'an ignored key')
@@ -1178,7 +1173,7 @@ def test_soft_cap(folder):
                              'qk_norm': False, 'untied': False, 'attention_bias': 'none'})
     shapes |= {f'model.layers.{layer}.{which}_feedforward_layernorm.weight': [32] for layer in (0, 1) for which in ('pre', 'post')}
     draw = random.Random(7)
-    write_qwen2('gemma', config, {name: (shape, [draw.gauss(0, 0.5) for _ in range(math.prod(shape))]) for name, shape in shapes.items()})
+    write_halves('gemma', config, {name: (shape, [draw.gauss(0, 0.5) for _ in range(math.prod(shape))]) for name, shape in shapes.items()})
     ids = [draw.randrange(24) for _ in range(17)]
     write('window.npy', npy(ids))
     write('ids.npy', npy(ids[:16]))
@@ -1195,10 +1190,10 @@ def test_padding(folder):
     embed, head, pad = 'model.embed_tokens.weight', 'lm_head.weight', 101  # an e, which every text has
     model[head] = model[embed]
     untied = {**QWEN2, 'tie_word_embeddings': False}
-    write_qwen2('untied', untied, model)
-    write_qwen2('untied_pad', {**untied, 'pad_token_id': pad}, model)
-    write_qwen2('tied', QWEN2, model)
-    write_qwen2('tied_pad', {**QWEN2, 'pad_token_id': pad - 300}, model)
+    write_halves('untied', untied, model)
+    write_halves('untied_pad', {**untied, 'pad_token_id': pad}, model)
+    write_halves('tied', QWEN2, model)
+    write_halves('tied_pad', {**QWEN2, 'pad_token_id': pad - 300}, model)
     write('window', read(BOOK)[1000:1065])
 
     def gradients(name, **more):

@@ -16,9 +16,9 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
-from hybrid import CONFIG, random_tensors, write_model  # pylint: disable=wrong-import-position
+from hybrid import CONFIG, random_tensors  # pylint: disable=wrong-import-position
 from launch_ranks import run_ranks  # pylint: disable=wrong-import-position
-from programs import BOOK, METHODS, TOP, npy, packed  # pylint: disable=wrong-import-position
+from programs import BOOK, METHODS, TOP, npy, packed, write_model  # pylint: disable=wrong-import-position
 
 FOLDER = os.path.abspath(sys.argv[1])
 FULL = bool(os.environ.get('UPIPE_FULL'))

@@ -9,7 +9,7 @@ import signal
 import struct
 import subprocess
 
-from checks import check, equal, read, run_command, tree, write
+from checks import check, equal, load, needed, read, run_command, tree, write
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
@@ -39,6 +39,18 @@ def words_of(flags):
 def sentences(stderr):
     """What is said, but for the steps of a run, or the settings of a plan, that takes long."""
     return [line for line in stderr.splitlines() if not re.match(r'step \d+/\d+  loss |\d+ settings planned in ', line)]
+
+
+def trained(program, what, said=0, **flags):
+    """The numbers of a training that says so many sentences. It holds and sends what its plan says."""
+    done = run_command([program, *words_of({**flags, 'json': 'out.json'})], timeout=280)
+    needed(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}')
+    equal(len([line for line in sentences(done.stderr) if '  evaluation: ' not in line]), said, f'{what}: {done.stderr}')
+    numbers = load('out.json')
+    if numbers['loss']:
+        equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
+        equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
+    return numbers
 
 
 def same(got, want, what, first=0, keys=('loss', 'grad_norm')):
@@ -119,6 +131,13 @@ def write_tensors(path, tensors, metadata=None):
         head[name] = {'dtype': dtype, 'shape': shape, 'data_offsets': [at, at + len(data)]}
         at += len(data)
     write_header(path, head, b''.join(data for _, _, data in tensors.values()))
+
+
+def write_model(folder, config, tensors):
+    """A folder as Hugging Face has it."""
+    os.makedirs(folder)
+    write(f'{folder}/config.json', json.dumps(config))
+    write_tensors(f'{folder}/model.safetensors', tensors, {'format': 'pt'})
 
 
 def write_header(path, head, data):
