@@ -327,6 +327,7 @@ static void test_cases(const kind *k)
 
 /* ---- config.json beside the cases ---- */
 
+/* Numbers that are written are read as the same bits. */
 static void test_numbers(json_t *bases)
 {
     static const double numbers[] = {1, 10000, 500000, 1e6, 1.1, 4.0 / 3, 123456789.25, 1e12};
