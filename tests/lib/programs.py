@@ -133,17 +133,17 @@ def write_tensors(path, tensors, metadata=None):
     write_header(path, head, b''.join(data for _, _, data in tensors.values()))
 
 
+def write_header(path, head, data):
+    """The same of a header as it is, good or bad."""
+    text = json.dumps(head).encode()
+    write(path, struct.pack('<Q', len(text)) + text + data)
+
+
 def write_model(folder, config, tensors):
     """A folder as Hugging Face has it."""
     os.makedirs(folder)
     write(f'{folder}/config.json', json.dumps(config))
     write_tensors(f'{folder}/model.safetensors', tensors, {'format': 'pt'})
-
-
-def write_header(path, head, data):
-    """The same of a header as it is, good or bad."""
-    text = json.dumps(head).encode()
-    write(path, struct.pack('<Q', len(text)) + text + data)
 
 
 def packed(name, ids, lengths, width=2):
