@@ -82,6 +82,21 @@ static void *buf(int64_t bytes)
     return p;
 }
 
+/* Each number in the range of its flag, and another one than the next. */
+static void run_fill(llama_run *run)
+{
+    size_t i;
+    for (i = 0; i < LLAMA_RUN_FIELDS; ++i) {
+        const field *f = &llama_run_fields[i];
+        const int64_t most = flag_most(flag_limits(f->flag)), whole = 3 + (int64_t)i;
+        void *at = (char *)run + f->at;
+        if (f->kind == FLAG_REAL)
+            *(double *)at = 1 / (double)whole;
+        else
+            field_set(f->kind, at, whole < most ? whole : most);
+    }
+}
+
 static void truth_fill(truth *t, int64_t step, uint64_t save)
 {
     int64_t w = t->layout.weights, g = t->layout.vectors;
@@ -94,24 +109,12 @@ static void truth_fill(truth *t, int64_t step, uint64_t save)
         fill(t->m[k], (k ? g : w) * 4, seed + 3 + (uint64_t)k);
         fill(t->v[k], (k ? g : w) * 4, seed + 5 + (uint64_t)k);
     }
+    run_fill(&t->run);
     t->run.step = step;
     t->run.tokens = 64 + step;
-    t->run.batch = 3;
-    t->run.accumulate = 2;
     t->run.text_bytes = 123456789012345;
     t->run.seed = (int64_t)save;
     t->run.text_hash = ~save;
-    t->run.steps = 1000;
-    t->run.warmup = 10;
-    t->run.schedule = 3;
-    t->run.decay = 7;
-    t->run.lr = 1e-3;
-    t->run.min_lr = 1.0 / 3;
-    t->run.weight_decay = 0.1;
-    t->run.beta1 = 0.9;
-    t->run.beta2 = 0.95;
-    t->run.adam_eps = 1e-8;
-    t->run.clip = 0;
 }
 
 /* rich: 1 with all vectors that a layer may have, 2 with tensors that are stored as one, 3 with layers of two kinds, of which
