@@ -218,7 +218,7 @@ static void test_formats(void)
     }
     for (i = 0; i < sizeof megatron / sizeof *megatron; ++i) {
         write_megatron("m", megatron[i][0], megatron[i][1], 0, lengths, 4, starts, 4, 0);
-        same_ids("m.bin", TOKEN_AUTO, 2); /* the document of 0 tokens is none */
+        same_ids("m.bin", TOKEN_AUTO, 2); /* the one of 0 tokens is none */
     }
     /* shards, one of them empty, and one named from the root on */
     write_raw("s0", 0, 40, 2);
