@@ -35,6 +35,15 @@ static void write_bytes(const char *name, const void *bytes, size_t n)
     if (f == NULL || fwrite(bytes, 1, n, f) != n || fclose(f) != 0) abort();
 }
 
+/* A value as a file of JSON has it, and a string as it is; the caller frees it. */
+static char *text_of(const json_t *value)
+{
+    char *text =
+        json_is_string(value) ? strdup(json_string_value(value)) : json_dumps(value, JSON_ENCODE_ANY);
+    if (text == NULL) abort();
+    return text;
+}
+
 /* A file of this header, its length in front, and `data` zero bytes. */
 static void write_tensors(const char *name, const char *header, size_t data)
 {
@@ -194,6 +203,7 @@ typedef struct kind {
 
 static const kind kinds[] = {{"config.json", "config.json", config_case, config_said},
                              {"adapter_config.json", LLAMA_ADAPTER_CONFIG, adapter_case, adapter_said},
+                             {"published.json", "config.json", config_case, config_said},
                              {"run.json", "optimizer.safetensors", run_case, run_said},
                              {"tensors.json", "file.safetensors", tensors_case, tensors_said}};
 
@@ -205,7 +215,7 @@ static void check_read(const kind *k, const json_t *usual, const json_t *outcome
     json_object_update(all, (json_t *)(uintptr_t)outcome);
     json_object_foreach(all, name, value)
     {
-        char out[FIELD_TEXT], *want = cases_text(value);
+        char out[FIELD_TEXT], *want = text_of(value);
         const char *got = k->said(out, name);
         const int same =
             json_is_real(value) ? strtod(got, NULL) == json_real_value(value) : strcmp(got, want) == 0;
@@ -251,7 +261,7 @@ static json_t *base_of(const json_t *root, const json_t *one)
 static void sentence_of(char *out, size_t bytes, const char *key, const char *outcome, const json_t *value)
 {
     const char *at = strstr(outcome, "VALUE");
-    char *text = value != NULL ? cases_text(value) : NULL;
+    char *text = value != NULL ? text_of(value) : NULL;
     if (at == NULL || text == NULL)
         snprintf(out, bytes, "%s %s", key, outcome);
     else
@@ -275,7 +285,7 @@ static void check_keys(const kind *k, const json_t *root, const json_t *one)
                 json_object_set(all, key, json_array_get(values, n));
             else
                 CHECK_SAY(json_object_del(all, key) == 0, "the base has no %s", key);
-            text = cases_text(all);
+            text = text_of(all);
             check_file(k, root, one, text, says);
             free(text);
             json_decref(all);
@@ -294,7 +304,7 @@ static void check_case(const kind *k, const json_t *root, const json_t *one)
     }
     all = base_of(root, one);
     if (json_is_object(change)) json_object_update_recursive(all, (json_t *)(uintptr_t)change);
-    text = cases_text(json_is_string(change) ? change : all);
+    text = text_of(json_is_string(change) ? change : all);
     check_file(k, root, one, text, json_string_value(outcome));
     free(text);
     json_decref(all);
@@ -334,7 +344,7 @@ static void test_numbers(json_t *bases)
     upipe_err err = {{0}, UPIPE_OK};
     size_t i;
     for (i = 0; i < sizeof numbers / sizeof *numbers; ++i) {
-        char *text = cases_text(json_object_get(bases, i % 2 ? "mistral" : "llama"));
+        char *text = text_of(json_object_get(bases, i % 2 ? "mistral" : "llama"));
         CHECK_INT(config_read(text, NULL, &err), 0);
         config.rope_theta = numbers[i];
         config.norm_eps = 1 / numbers[i];
@@ -376,7 +386,7 @@ static void check_more(const json_t *base, const char *key, const text_list *ign
     json_t *all = json_deep_copy(base);
     char *text;
     json_object_set_new(all, key, json_integer(1));
-    text = cases_text(all);
+    text = text_of(all);
     CHECK_SAY(config_read(text, ignored, &err) == (says != NULL ? -1 : 0), "%s: %s", text, err.text);
     if (says != NULL) CHECK_TEXT(err.text, says);
     free(text);
@@ -422,7 +432,7 @@ static void test_keys(json_t *bases)
 /* A new model is written as a family that has its biases, window and norms, if there is one. */
 static void test_families_of(json_t *bases)
 {
-    char *text = cases_text(json_object_get(bases, "llama"));
+    char *text = text_of(json_object_get(bases, "llama"));
     upipe_err err = {{0}, UPIPE_OK};
     int i, built = 0;
     CHECK_INT(config_read(text, NULL, &err), 0);

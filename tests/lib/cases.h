@@ -23,13 +23,4 @@ static json_t *cases_load(const char *path)
     return root;
 }
 
-/* A value as a file of JSON has it, and a string as it is; the caller frees it. */
-static char *cases_text(const json_t *value)
-{
-    char *text =
-        json_is_string(value) ? strdup(json_string_value(value)) : json_dumps(value, JSON_ENCODE_ANY);
-    if (text == NULL) abort();
-    return text;
-}
-
 #endif
