@@ -80,55 +80,26 @@ static int test_join(pthread_t t, void **out)
 
 /* ---- the row ---- */
 
-static upipe_threads team; /* one at a time */
-static int alive_before;
-static upipe_threads grid_all[2], grid_teams[2],
-    grid_rings[2]; /* the world and the side communicator; 2 x 2 ranks */
-
 static void threads_open(crew *all)
 {
     upipe_err e;
-    alive_before = alive;
-    CHECK_STATUS(upipe_threads_init(&team, all->ranks, all->deadline, &e), UPIPE_OK, e);
+    all->own = zeroed(sizeof(upipe_threads));
+    CHECK_STATUS(upipe_threads_init((upipe_threads *)all->own, all->ranks, all->deadline, &e), UPIPE_OK, e);
 }
 
 static upipe_status threads_join(member *k)
 {
-    k->ctx.team = upipe_threads_comm(&team, k->rank);
+    k->ctx.team = upipe_threads_comm((upipe_threads *)k->all->own, k->rank);
     return UPIPE_OK;
 }
 
 static void threads_close(crew *all)
 {
-    (void)all;
-    upipe_threads_free(&team);
-    CHECK_INT(alive, alive_before);
+    upipe_threads_free((upipe_threads *)all->own);
 }
 
-static void threads_split(int ranks, int rings)
+static void threads_clean(void)
 {
-    upipe_err e;
-    for (int i = 0; i < 2; ++i) {
-        CHECK_STATUS(upipe_threads_init(&grid_all[i], ranks * rings, 20, &e), UPIPE_OK, e);
-        CHECK_STATUS(upipe_threads_init(&grid_teams[i], ranks, 20, &e), UPIPE_OK, e);
-        CHECK_STATUS(upipe_threads_init(&grid_rings[i], rings, 20, &e), UPIPE_OK, e);
-    }
-}
-
-static upipe_comm *threads_part(int which, int rank)
-{
-    return which == TEAM   ? upipe_threads_comm(&grid_teams[rank / 2], rank % 2)
-           : which == RING ? upipe_threads_comm(&grid_rings[rank % 2], rank / 2)
-                           : upipe_threads_comm(&grid_all[which == SIDE], rank);
-}
-
-static void threads_join_parts(void)
-{
-    for (int i = 0; i < 2; ++i) {
-        upipe_threads_free(&grid_rings[i]);
-        upipe_threads_free(&grid_teams[i]);
-        upipe_threads_free(&grid_all[1 - i]); /* the world last */
-    }
     CHECK_INT(alive, 0);
 }
 
@@ -148,17 +119,10 @@ static const transport threads = {
     .open = threads_open,
     .join = threads_join,
     .close = threads_close,
+    .clean = threads_clean,
     .each = each_thread,
     .sum = threads_sum,
-    .split = threads_split,
-    .part = threads_part,
-    .join_parts = threads_join_parts,
 };
-
-static void until_broken(void)
-{
-    while (!upi_threads_is_broken(&team)) test_nap(0.001);
-}
 
 /* ---- one rank alone, dry ---- */
 
@@ -472,7 +436,7 @@ static upipe_status slow_copy(upipe_ctx *c, void *dst, const void *src, size_t b
 {
     if (__atomic_fetch_add(&reader.copies, 1, __ATOMIC_SEQ_CST) > 0) return plain_copy(c, dst, src, bytes);
     __atomic_store_n(&reader.inside, 1, __ATOMIC_SEQ_CST);
-    until_broken();
+    while (c->team->ops.failure(c->team) == NULL) test_nap(0.001);
     for (int i = 0; i < 30; ++i) test_nap(0.001);
     plain_copy(c, dst, src, bytes);
     __atomic_store_n(&reader.inside, 0, __ATOMIC_SEQ_CST);
@@ -488,8 +452,6 @@ static upipe_status stuck_copy(upipe_ctx *c, void *dst, const void *src, size_t 
 
 enum { STUCK = 1, TWO_MESSAGES = 2 };
 
-static upipe_threads four; /* of which these two ranks are the last, where there are two messages */
-
 /* Rank 0 sends two blocks to rank 1, which is in no hurry. */
 static void slow(member *k)
 {
@@ -497,8 +459,6 @@ static void slow(member *k)
     upipe_msg list[2] = {0};
     const int stuck = k->what & STUCK, n = k->what & TWO_MESSAGES ? 2 : 1;
     char sentence[96];
-    if (n == 2) upipe_comm_part(c->team, upipe_threads_comm(&four, 2 + k->rank), 2, 1);
-    meet(k);
     snprintf(sentence, sizeof sentence, "rank %d waited 0.4 s in a transfer for rank %d to finish receiving",
              upi_comm_called(c->team, 0), upi_comm_called(c->team, 1));
     line_up(k, k->rank == 0 ? 0.4 : 60);
@@ -529,15 +489,23 @@ static void slow(member *k)
     check_dead(k);
 }
 
+static upipe_status slow_part(int rank)
+{
+    member *k = part_member(TEAM, rank);
+    k->what = the_parts.what;
+    if (rank >= 2) slow(k);
+    return UPIPE_OK;
+}
+
+/* With two messages the two ranks are the last of a world of four. */
 static void test_slow(void)
 {
     for (int what = 0; what <= (STUCK | TWO_MESSAGES); ++what) {
-        upipe_err e;
         memset(&reader, 0, sizeof reader);
-        CHECK_STATUS(upipe_threads_init(&four, 4, 60, &e), UPIPE_OK, e);
-        run_ranks(&threads, slow, 2, 60, -1, what);
-        upipe_threads_free(&four); /* after its part */
-        CHECK_INT(alive, 0);
+        if (what & TWO_MESSAGES)
+            run_parts(&threads, slow_part, what, -1);
+        else
+            run_ranks(&threads, slow, 2, 60, -1, what);
     }
 }
 

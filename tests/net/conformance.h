@@ -68,8 +68,10 @@ struct crew {
     const transport *t;
     void (*body)(member *k);
     int ranks, victim, what;
+    int first, step; /* rank i is process first + i * step, where ranks are processes */
     double deadline;
     int may_fail; /* calls are made to fail: nothing is asked of join and leave */
+    void *own;    /* the transport's */
     pthread_barrier_t door;
     int said[RANKS_MAX]; /* threads_sum's */
     member member[RANKS_MAX];
@@ -86,26 +88,21 @@ struct transport {
     int large; /* words of a block that is long for it */
     int late;  /* words of a message that does not end without the receiver */
     uint64_t seed;
-    void (*open)(crew *all);
+    void (*open)(crew *all);          /* before its ranks begin */
     void (*begin)(member *k);         /* the host's part */
     upipe_status (*join)(member *k);  /* this rank's end of the team: ctx.team */
     upipe_status (*leave)(member *k); /* frees it */
     void (*end)(member *k);
-    void (*close)(crew *all);
+    void (*close)(crew *all); /* when all have ended */
+    void (*clean)(void);      /* checks that nothing is left of all crews */
     void (*each)(int ranks, upipe_status (*body)(void *user, int rank), void *user);
     int (*sum)(member *k, int mine); /* over all ranks, which meet there by other means than the team's */
     void *(*memory)(member *k, size_t bytes); /* of the table; NULL: the host's */
     void (*put)(member *k, void *device, const void *host, size_t bytes);
     void (*get)(member *k, void *host, const void *device, size_t bytes);
-    /* a grid of a world of team * rings ranks: the communicators of a rank, neighbours in a team (GRIDS) */
-    void (*split)(int team, int rings);
-    upipe_comm *(*part)(int which, int rank);
-    void (*leave_parts)(int rank);
-    void (*join_parts)(void);                  /* all have left */
     void (*merge)(void *words, int64_t bytes); /* ORs over processes; NULL: there is one */
 };
 
-enum { WORLD, TEAM, RING, SIDE, PARTS }; /* SIDE: of all, beside the world */
 enum { UP_FRONT, NO_REASON, BETWEEN, SYNC, COPY };
 
 /* ---- ranks that are threads ---- */
@@ -219,16 +216,27 @@ static upipe_status member_main(void *user, int rank)
     return UPIPE_OK;
 }
 
+static void crew_open(crew *all)
+{
+    pthread_barrier_init(&all->door, NULL, (unsigned)all->ranks);
+    if (all->t->open != NULL) all->t->open(all);
+}
+
+static void crew_close(crew *all)
+{
+    if (all->t->close != NULL) all->t->close(all);
+    pthread_barrier_destroy(&all->door);
+}
+
 /* Runs a body on every rank of a team. No deadline may be overrun by much: they are below a second, or else long and not to be
  * met. (Valgrind on a busy machine needs half a minute.) */
 static void crew_run(crew *all)
 {
     const double began = test_seconds();
-    pthread_barrier_init(&all->door, NULL, (unsigned)all->ranks);
-    if (all->t->open != NULL) all->t->open(all);
+    crew_open(all);
     all->t->each(all->ranks, member_main, all);
-    if (all->t->close != NULL) all->t->close(all);
-    pthread_barrier_destroy(&all->door);
+    crew_close(all);
+    if (all->t->clean != NULL) all->t->clean();
     CHECK(test_seconds() - began < 50);
 }
 
@@ -239,6 +247,7 @@ static void run_ranks(const transport *t, void (*body)(member *k), int ranks, do
 {
     the_crew = (crew){.t = t, .body = body, .ranks = ranks, .deadline = deadline, .victim = victim};
     the_crew.what = what;
+    the_crew.step = 1;
     crew_run(&the_crew);
 }
 
@@ -676,7 +685,9 @@ static void check_failing(member *k, int what, const char *why)
         s = upipe_comm_start(c, c->team, k->list, all_list(k, 1));
         if (what == BETWEEN) upipe_comm_abort(c->team, why);
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
-        if (s == UPIPE_OK && (k->t->can & ENDS_ALONE)) s = upipe_comm_barrier(c, c->team);
+        /* between processes it is complete if all were there */
+        if (s == UPIPE_OK && what == BETWEEN && !(k->t->can & (SHARED | EXPOSED)))
+            s = upipe_comm_barrier(c, c->team);
     }
     CHECK_REFUSED(s, what == SYNC || what == COPY ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED, c->err, why);
     if (!c->team->quarantine) fill(k, k->send, 0xdd, (size_t)k->ranks * WORDS * 4); /* its own again */
@@ -953,80 +964,141 @@ __attribute__((unused)) static void death(member *k)
     check_dead(k);
 }
 
-/* ---- parts of a world: 2 x 2 ranks ---- */
+/* ---- parts of a world: neighbours are a team, ranks at the same place of all teams a ring ---- */
 
-typedef struct grid_case {
+enum { WORLD, SIDE, TEAM, RING, PARTS }; /* SIDE: of all, beside the world */
+
+static struct {
     const transport *t;
+    int team, rings; /* ranks of a team, and of a ring */
     int what, victim;
-} grid_case;
+    upipe_status (*body)(int rank);
+    crew crews[8]; /* the world, the side communicator, the teams, the rings */
+} the_parts;
 
-static upipe_status name_parts(void *user, int rank)
+static member *part_member(int which, int rank)
 {
-    const transport *t = ((const grid_case *)user)->t;
-    upipe_comm *world = t->part(WORLD, rank);
-    upipe_comm_part(t->part(TEAM, rank), world, rank / 2 * 2, 1);
-    upipe_comm_part(t->part(RING, rank), world, rank % 2, 2);
-    upipe_comm_part(t->part(SIDE, rank), world, 0, 1);
+    const int team = rank / the_parts.team, place = rank % the_parts.team;
+    if (which == TEAM) return &the_parts.crews[TEAM + team].member[place];
+    if (which == RING) return &the_parts.crews[TEAM + the_parts.rings + place].member[team];
+    return &the_parts.crews[which].member[rank];
+}
+
+static upipe_comm *part_comm(int which, int rank)
+{
+    return part_member(which, rank)->ctx.team;
+}
+
+static upipe_status part_join(void *user, int rank)
+{
+    (void)user;
+    for (int which = 0; which < PARTS; ++which) {
+        member *k = part_member(which, rank);
+        crew *all = &the_parts.crews[which < TEAM    ? which
+                                     : which == TEAM ? TEAM + rank / the_parts.team
+                                                     : TEAM + the_parts.rings + rank % the_parts.team];
+        member_begin(k, all, (int)(k - all->member));
+        CHECK_STATUS(the_parts.t->join(k), UPIPE_OK, k->ctx.err);
+        if (which != WORLD) upipe_comm_part(k->ctx.team, part_comm(WORLD, rank), all->first, all->step);
+    }
     return UPIPE_OK;
 }
 
-static upipe_status leave_parts(void *user, int rank)
+/* The body, and the end of all parts, the world last. */
+static upipe_status part_main(void *user, int rank)
 {
-    const transport *t = ((const grid_case *)user)->t;
-    for (int i = 0; i < PARTS; ++i) t->part(i, rank)->deadline = 20;
-    if (t->leave_parts != NULL) t->leave_parts(rank);
+    (void)user;
+    if (the_parts.body != NULL) CHECK_INT(the_parts.body(rank), UPIPE_OK);
+    for (int which = PARTS; which-- > 0;) {
+        member_leave(part_member(which, rank));
+        if (the_parts.t->end != NULL) the_parts.t->end(part_member(which, rank));
+    }
     return UPIPE_OK;
 }
 
-static void run_grid(const transport *t, upipe_status (*body)(void *user, int rank), int what, int victim)
+static void parts_open(const transport *t, int team, int rings)
 {
-    grid_case g = {.t = t, .what = what, .victim = victim};
-    t->split(2, 2);
-    t->each(4, name_parts, &g);
-    t->each(4, body, &g);
-    t->each(4, leave_parts, &g);
-    if (t->join_parts != NULL) t->join_parts();
+    the_parts.t = t;
+    the_parts.team = team;
+    the_parts.rings = rings;
+    for (int i = 0; i < TEAM + rings + team; ++i) {
+        crew *all = &the_parts.crews[i];
+        *all = (crew){.t = t, .ranks = team * rings, .step = 1, .deadline = 60};
+        if (i >= TEAM + rings)
+            all->ranks = rings, all->first = i - TEAM - rings, all->step = team;
+        else if (i >= TEAM)
+            all->ranks = team, all->first = (i - TEAM) * team;
+        crew_open(all);
+    }
+    t->each(team * rings, part_join, NULL);
+}
+
+static void parts_close(upipe_status (*body)(int rank))
+{
+    the_parts.body = body;
+    the_parts.t->each(the_parts.team * the_parts.rings, part_main, NULL);
+    for (int i = TEAM + the_parts.rings + the_parts.team; i-- > 0;) crew_close(&the_parts.crews[i]);
+    if (the_parts.t->clean != NULL) the_parts.t->clean();
+}
+
+static void run_parts(const transport *t, upipe_status (*body)(int rank), int what, int victim)
+{
+    parts_open(t, 2, 2);
+    the_parts.what = what;
+    the_parts.victim = victim;
+    parts_close(body);
 }
 
 /* Ranks of a part that disagree are named as the job calls them, over whole numbers and real ones: 2 and 3 are a team, 1 and
  * 3 a ring. */
-static upipe_status named(void *user, int rank)
+static upipe_status named(int rank)
 {
-    const grid_case *g = (const grid_case *)user;
-    const int real = g->what % 2, in_ring = g->what / 2, other = in_ring ? 1 : 2;
+    const int real = the_parts.what % 2, in_ring = the_parts.what / 2, other = in_ring ? 1 : 2;
     const upi_fields f = real ? fields_of_real(rank + 0.5, 32, "chunk", 1) : fields_of("tokens", rank);
-    const upipe_ops ops = {0};
-    upipe_ctx c = {.ops = &ops};
+    upipe_ctx *c = &part_member(in_ring ? RING : TEAM, rank)->ctx;
     char words[96];
     if (rank != other && rank != 3) return UPIPE_OK;
     snprintf(words, sizeof words, "tokens is %d%s on rank %d and 3%s on rank 3", other, real ? ".5" : "",
              other, real ? ".5" : "");
-    CHECK_REFUSED(upi_agree(&c, g->t->part(in_ring ? RING : TEAM, rank), &f), UPIPE_ERR_MISMATCH, c.err,
-                  words);
+    CHECK_REFUSED(upi_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, words);
+    return UPIPE_OK;
+}
+
+/* The victim frees its ring, and is named as the job calls it to the other one, which goes on. */
+static upipe_status early_free(int rank)
+{
+    member *k = part_member(RING, rank);
+    const double began = test_seconds();
+    char name[48];
+    snprintf(name, sizeof name, "rank %d has freed its team", the_parts.victim);
+    k->ctx.team->deadline = 20;
+    if (rank != (the_parts.victim ^ 2)) return UPIPE_OK; /* the victim too */
+    CHECK_REFUSED(upipe_comm_barrier(&k->ctx, k->ctx.team), UPIPE_ERR_MISMATCH, k->ctx.err, name);
+    CHECK(test_seconds() - began < 10);
+    check_dead(k);
     return UPIPE_OK;
 }
 
 /* The world loses a rank. Its mate waits for it in their team; who is across from the mate waits for the mate, in their ring or
  * in the side communicator of all; the last one for that one, in their team, and its deadline is over first. All say which
  * rank is lost, and all parts have failed. */
-static upipe_status lost(void *user, int rank)
+static upipe_status lost(int rank)
 {
-    const grid_case *g = (const grid_case *)user;
-    const int mate = g->victim ^ 1, across = mate ^ 2;
+    const int mate = the_parts.victim ^ 1, across = mate ^ 2;
     const upipe_ops ops = {0};
     upipe_ctx c = {.ops = &ops};
     upipe_comm *of[PARTS], *comm;
     char name[48], text[sizeof c.err.text];
     upipe_status s;
     for (int i = 0; i < PARTS; ++i) {
-        of[i] = g->t->part(i, rank);
+        of[i] = part_comm(i, rank);
         CHECK_INT(upi_comm_called(of[i], of[i]->rank), rank);
         of[i]->deadline = 20;
         CHECK_STATUS(upipe_comm_barrier(&c, of[i]), UPIPE_OK, c.err);
     }
-    snprintf(name, sizeof name, " for rank %d to come", g->victim);
-    comm = of[rank == across ? g->what : TEAM];
-    if (rank == g->victim) {
+    snprintf(name, sizeof name, " for rank %d to come", the_parts.victim);
+    comm = of[rank == across ? the_parts.what : TEAM];
+    if (rank == the_parts.victim) {
         test_nap(0.9);
     } else {
         comm->deadline = rank == mate ? 0.6 : rank == across ? 0.5 : 0.4;
@@ -1103,8 +1175,9 @@ static void conform(const transport *t, int faults)
         }
     }
     if (!(t->can & GRIDS) || !faults) return;
-    for (int i = 0; i < 4; ++i) TEST_OF("named", run_grid(t, named, i, -1));
-    for (int i = 0; i < 2; ++i) TEST_OF("lost", run_grid(t, lost, RING + i, 3 * i));
+    for (int i = 0; i < 4; ++i) TEST_OF("named", run_parts(t, named, i, -1));
+    for (int i = 0; i < 2; ++i) TEST_OF("lost", run_parts(t, lost, i ? SIDE : RING, 3 * i));
+    if (t->can & FREES_TOGETHER) TEST_OF("early_free", run_parts(t, early_free, 0, 3));
 }
 
 #endif

@@ -17,18 +17,18 @@ static int over_rings;
 
 static upipe_comm *world_comm(upipe_threads *world, int rank)
 {
-    return over != NULL ? over->part(WORLD, rank) : upipe_threads_comm(world, rank);
+    return over != NULL ? part_comm(WORLD, rank) : upipe_threads_comm(world, rank);
 }
 
 static upipe_comm *team_comm(grid *g, int rank)
 {
-    return over != NULL ? over->part(TEAM, rank) : grid_team(g, rank);
+    return over != NULL ? part_comm(TEAM, rank) : grid_team(g, rank);
 }
 
 static upipe_comm *ring_comm(grid *g, int rank)
 {
     if (over == NULL) return grid_ring(g, rank);
-    return over_rings > 1 ? over->part(RING, rank) : NULL;
+    return over_rings > 1 ? part_comm(RING, rank) : NULL;
 }
 
 static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
@@ -83,21 +83,19 @@ static void check_same(const run_case *t, const char *name, float *got, const fl
 
 static void same_block(const transport *way, const run_case *t)
 {
-    grid_case parts = {.t = way};
     const int rings = t->ring > 0 ? t->ring : 1;
     run_result threads, got;
     f32_block in;
     block_inputs(&t->shape, 42, &in);
     CHECK(run_block(t, &in, &threads) == UPIPE_OK);
     check_block(&t->shape, &in, &threads.out);
-    way->split(t->ranks, rings);
+    parts_open(way, t->ranks, rings);
     over = way;
     over_rings = rings;
     CHECK(run_block(t, &in, &got) == UPIPE_OK);
     BLOCK_RESULTS(SAME)
     over = NULL;
-    way->each(t->ranks * rings, leave_parts, &parts);
-    if (way->join_parts != NULL) way->join_parts();
+    parts_close(NULL);
 }
 #undef SAME
 

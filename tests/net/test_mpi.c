@@ -18,38 +18,52 @@
 
 enum { MPI_RANKS = 16, TAG = 7 };
 
-static MPI_Comm the_mpi, given = MPI_COMM_NULL; /* that of a run; given: there is one already */
-static upipe_mpi end, part_end[PARTS];
-static MPI_Comm part_mpi[PARTS];
+/* A rank's end. */
+typedef struct mpi_end_of {
+    MPI_Comm mpi;
+    upipe_mpi team;
+} mpi_end_of;
+
 static int64_t fragment = UPIPE_MPI_FRAGMENT;
 
+static mpi_end_of *end_of(const member *k)
+{
+    return (mpi_end_of *)k->own;
+}
+
+/* Called by the crew's processes alone. */
 static void mpi_begin(member *k)
 {
-    (void)k;
-    the_mpi = given;
-    if (given == MPI_COMM_NULL) MPI_Comm_dup(MPI_COMM_WORLD, &the_mpi);
-    MPI_Comm_set_errhandler(the_mpi, MPI_ERRORS_RETURN);
+    MPI_Group all, mine;
+    int ranks[MPI_RANKS];
+    k->own = zeroed(sizeof(mpi_end_of));
+    for (int i = 0; i < k->ranks; ++i) ranks[i] = k->all->first + i * k->all->step;
+    MPI_Comm_group(MPI_COMM_WORLD, &all);
+    MPI_Group_incl(all, k->ranks, ranks, &mine);
+    MPI_Comm_create_group(MPI_COMM_WORLD, mine, 0, &end_of(k)->mpi);
+    MPI_Group_free(&mine);
+    MPI_Group_free(&all);
+    MPI_Comm_set_errhandler(end_of(k)->mpi, MPI_ERRORS_RETURN);
 }
 
 static upipe_status mpi_join(member *k)
 {
-    UPIPE_TRY(upipe_mpi_init(&end, the_mpi, TAG, k->all->deadline, &k->ctx.err));
-    end.fragment = fragment;
-    k->ctx.team = &end.comm;
-    k->rank = end.comm.rank; /* `given` may number them otherwise */
+    mpi_end_of *d = end_of(k);
+    UPIPE_TRY(upipe_mpi_init(&d->team, d->mpi, TAG, k->all->deadline, &k->ctx.err));
+    d->team.fragment = fragment;
+    k->ctx.team = &d->team.comm;
     return UPIPE_OK;
 }
 
 static upipe_status mpi_leave(member *k)
 {
-    return upipe_mpi_free(&end, &k->ctx.err);
+    return upipe_mpi_free(&end_of(k)->team, &k->ctx.err);
 }
 
 static void mpi_end(member *k)
 {
-    (void)k;
-    MPI_Barrier(MPI_COMM_WORLD);
-    MPI_Comm_free(&the_mpi);
+    MPI_Barrier(end_of(k)->mpi);
+    MPI_Comm_free(&end_of(k)->mpi);
 }
 
 /* Of the first so many processes, this one. */
@@ -63,41 +77,8 @@ static void each_process(int ranks, upipe_status (*body)(void *user, int rank), 
 static int mpi_sum(member *k, int mine)
 {
     int sum;
-    (void)k;
-    MPI_Allreduce(&mine, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+    MPI_Allreduce(&mine, &sum, 1, MPI_INT, MPI_SUM, end_of(k)->mpi);
     return sum;
-}
-
-static void mpi_split(int team, int rings)
-{
-    int rank;
-    upipe_err e;
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_split(MPI_COMM_WORLD, rank < team * rings ? 0 : MPI_UNDEFINED, rank, &part_mpi[WORLD]);
-    if (rank >= team * rings) return;
-    MPI_Comm_split(part_mpi[WORLD], rank / team, rank, &part_mpi[TEAM]);
-    MPI_Comm_split(part_mpi[WORLD], rank % team, rank, &part_mpi[RING]);
-    MPI_Comm_dup(part_mpi[WORLD], &part_mpi[SIDE]);
-    for (int i = 0; i < PARTS; ++i) {
-        MPI_Comm_set_errhandler(part_mpi[i], MPI_ERRORS_RETURN);
-        CHECK_STATUS(upipe_mpi_init(&part_end[i], part_mpi[i], 0, 60, &e), UPIPE_OK, e);
-    }
-}
-
-static upipe_comm *mpi_part(int which, int rank)
-{
-    CHECK_INT(part_end[WORLD].comm.rank, rank);
-    return &part_end[which].comm;
-}
-
-static void mpi_leave_parts(int rank)
-{
-    upipe_err e;
-    (void)rank;
-    for (int i = PARTS; i-- > 0;) {
-        CHECK_STATUS(upipe_mpi_free(&part_end[i], &e), UPIPE_OK, e);
-        MPI_Comm_free(&part_mpi[i]);
-    }
 }
 
 static void mpi_merge(void *words, int64_t bytes)
@@ -125,9 +106,6 @@ static transport over_mpi = {
     .end = mpi_end,
     .each = each_process,
     .sum = mpi_sum,
-    .split = mpi_split,
-    .part = mpi_part,
-    .leave_parts = mpi_leave_parts,
     .merge = mpi_merge,
 };
 
@@ -174,7 +152,7 @@ static void fragments(member *k)
     upipe_ctx *c = &k->ctx;
     upipe_status s;
     line_up(k, 20);
-    if (k->rank == k->victim) end.fragment = 4096;
+    if (k->rank == k->victim) end_of(k)->team.fragment = 4096;
     s = all_to_all(k, 1);
     if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
     CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, "at most");
@@ -189,7 +167,8 @@ static void stranger(member *k)
     char noise[sizeof(upi_header)];
     memset(noise, 0x55, sizeof noise);
     line_up(k, 20);
-    if (k->rank == 1) MPI_Send(noise, k->what == 0 ? 33 : (int)sizeof noise, MPI_BYTE, 0, TAG, the_mpi);
+    if (k->rank == 1)
+        MPI_Send(noise, k->what == 0 ? 33 : (int)sizeof noise, MPI_BYTE, 0, TAG, end_of(k)->mpi);
     meet(k);
     CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_MISMATCH, c->err, "with tag 7");
     check_dead(k);
@@ -273,7 +252,7 @@ static void again(member *k, int fresh)
 {
     CHECK_STATUS(mpi_leave(k), UPIPE_OK, k->ctx.err);
     if (fresh) {
-        MPI_Comm_free(&the_mpi);
+        MPI_Comm_free(&end_of(k)->mpi);
         mpi_begin(k);
     }
     k->all->deadline = 20;
@@ -305,7 +284,7 @@ static void ask_late(member *k, int which)
 {
     upipe_ctx *c = &k->ctx;
     line_up(k, 20);
-    end.fragment = 256;
+    end_of(k)->team.fragment = 256;
     for (int i = 0; i < k->ranks * LATE_WORDS; ++i) k->send[i] = word_of(k->rank, which, i % LATE_WORDS);
     for (int p = 0; p < k->ranks; ++p) {
         upipe_msg *s = &k->list[p];
@@ -364,81 +343,36 @@ static void no_data(member *k)
     CHECK_STATUS(all_to_all(k, 1), UPIPE_OK, c->err);
 }
 
-/* The victim frees its team, a part of a world in which the ranks are numbered the other way round; the others go on. */
-static void early_free(member *k)
-{
-    upipe_ctx *c = &k->ctx;
-    upipe_mpi world;
-    upipe_err e;
-    MPI_Comm all;
-    char name[48];
-    double began;
-    MPI_Comm_dup(MPI_COMM_WORLD, &all);
-    MPI_Comm_set_errhandler(all, MPI_ERRORS_RETURN);
-    CHECK_STATUS(upipe_mpi_init(&world, all, TAG, 20, &e), UPIPE_OK, e);
-    upipe_comm_part(c->team, &world.comm, k->ranks - 1, -1);
-    line_up(k, 20);
-    began = test_seconds();
-    snprintf(name, sizeof name, "rank %d has freed its team", k->ranks - 1 - k->victim);
-    if (k->rank != k->victim) {
-        CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_MISMATCH, c->err, name);
-        check_dead(k);
-    }
-    CHECK(test_seconds() - began < 10);
-    member_leave(k);
-    CHECK_STATUS(upipe_mpi_free(&world, &e), UPIPE_OK, e);
-    MPI_Comm_free(&all);
-}
-
-static void test_early_free(int ranks)
-{
-    int rank;
-    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-    MPI_Comm_split(MPI_COMM_WORLD, 0, -rank, &given);
-    run_ranks(&over_mpi, early_free, ranks, 20, 0, 0);
-    given = MPI_COMM_NULL;
-}
-
 /* ---- ranks that die ---- */
 
-/* Rank `victim` of this communicator, its last one, is killed; the others must return in time. ENDURE: all live,
- * and a script cuts the link between them, or stops one for longer than the deadline. */
-static void test_kill(MPI_Comm comm, int what)
+/* The last rank of the crew is killed; the others must return in time. ENDURE: all live, and a script cuts the link between
+ * them, or stops one for longer than the deadline. Nobody frees the communicator: who is killed may be reading it. */
+static void test_kill(member *k)
 {
     const int mark = buffers_n;
-    crew *all = &the_crew;
-    member *k;
     upipe_status s;
-    int rank;
-    *all = (crew){.t = &over_mpi, .what = what, .deadline = 30};
-    MPI_Comm_size(comm, &all->ranks);
-    MPI_Comm_rank(comm, &rank);
-    all->victim = what == ENDURE ? -1 : all->ranks - 1;
-    given = comm;
-    k = &all->member[rank];
-    member_begin(k, all, rank);
     CHECK_STATUS(mpi_join(k), UPIPE_OK, k->ctx.err);
     death(k);
-    CHECK(what != BEFORE || !k->ctx.team->quarantine); /* who never came was never sent anything */
+    CHECK(k->what != BEFORE || !k->ctx.team->quarantine); /* who never came was never sent anything */
     k->ctx.team->deadline = 0.2;
     s = mpi_leave(k);
     CHECK(s == UPIPE_OK || s == UPIPE_ERR_BACKEND); /* headers to the dead may stay with MPI */
     if (s == UPIPE_OK) buffers_free(mark); /* else a late rank may read it, and MPI ends one that cannot */
 }
 
-static void run_kills(const char *what, int rank, int ranks)
+/* One after the other, from the last rank on. All begin while all live. */
+static void run_kills(int endure, int rank, int ranks)
 {
-    MPI_Comm comms[MPI_RANKS]; /* made while all live: comms[i] lacks the last i ranks */
-    if (strcmp(what, "endure") == 0) {
-        MPI_Comm_dup(MPI_COMM_WORLD, &comms[0]);
-        if (test_wanted("kill"))
-            test_kill(comms[0], ENDURE); /* frees nothing: the late rank still reads it */
-        return;
+    static crew crews_of[MPI_RANKS];
+    const int n = endure ? 1 : ranks - 1;
+    for (int i = 0; i < n && rank < ranks - i; ++i) {
+        crews_of[i] = (crew){.t = &over_mpi, .ranks = ranks - i, .step = 1, .deadline = 30};
+        crews_of[i].victim = endure ? -1 : ranks - i - 1;
+        crews_of[i].what = endure ? ENDURE : i % DEATHS;
+        member_begin(&crews_of[i].member[rank], &crews_of[i], rank);
     }
-    for (int i = 0; ranks - i >= 2; ++i)
-        MPI_Comm_split(MPI_COMM_WORLD, rank < ranks - i ? 0 : MPI_UNDEFINED, rank, &comms[i]);
-    for (int i = 0; ranks - i >= 2; ++i) /* freed by nobody: who is killed may be reading it */
-        if (test_wanted("kill")) test_kill(comms[i], i % DEATHS);
+    for (int i = 0; i < n; ++i)
+        if (test_wanted("kill")) test_kill(&crews_of[i].member[rank]);
 }
 
 static void run_faults(int ranks)
@@ -450,7 +384,6 @@ static void run_faults(int ranks)
     for (i = 0; i < 2; ++i) TEST_OF("late_header", run_ranks(&over_mpi, late_header, ranks, 20, -1, i));
     for (i = 0; i < 2; ++i) TEST_OF("late_data", run_ranks(&over_mpi, late_data, ranks, 20, -1, i));
     TEST_OF("no_data", run_ranks(&over_mpi, no_data, ranks, 20, 0, 0));
-    TEST(test_early_free(ranks));
 }
 
 int main(int argc, char **argv)
@@ -466,7 +399,7 @@ int main(int argc, char **argv)
     snprintf(name, sizeof name, "mpi, rank %d of %d", rank, ranks);
     if (ranks > MPI_RANKS) return 2;
     if (strcmp(what, "kill") == 0 || strcmp(what, "endure") == 0) {
-        run_kills(what, rank, ranks);
+        run_kills(strcmp(what, "endure") == 0, rank, ranks);
         i = test_end(name);
         fflush(stdout);
         if (strcmp(what, "endure") == 0)

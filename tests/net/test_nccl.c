@@ -179,9 +179,8 @@ static void nccl_end(member *k)
     (void)cudaStreamDestroy(d->stream);
 }
 
-static void nccl_close(crew *all)
+static void nccl_clean(void)
 {
-    (void)all;
     CHECK(fake_check_clean());
 }
 
@@ -205,7 +204,7 @@ static transport over_nccl = {
     .join = nccl_join,
     .leave = nccl_leave,
     .end = nccl_end,
-    .close = nccl_close,
+    .clean = nccl_clean,
     .each = each_thread,
     .sum = threads_sum,
     .memory = nccl_memory,

@@ -84,75 +84,53 @@ static void mesh_close(mesh *m)
 
 /* ---- the row ---- */
 
-static mesh the_mesh, part_mesh[6];
-static upipe_tcp ends[TCP_RANKS], part_end[PARTS][TCP_RANKS];
+typedef struct tcp_crew {
+    mesh mesh;
+    upipe_tcp ends[TCP_RANKS];
+} tcp_crew;
+
 static int inet; /* the sockets are TCP's */
+
+static tcp_crew *crew_of(const member *k)
+{
+    return (tcp_crew *)k->all->own;
+}
+
+static upipe_tcp *end_of(const member *k)
+{
+    return &crew_of(k)->ends[k->rank];
+}
 
 static void tcp_open(crew *all)
 {
-    mesh_open(&the_mesh, all->ranks, inet);
+    tcp_crew *own = (tcp_crew *)zeroed(sizeof *own);
+    all->own = own;
+    mesh_open(&own->mesh, all->ranks, inet);
 }
 
 static upipe_status tcp_join(member *k)
 {
-    int(*fds)[TCP_RANKS] = the_mesh.fds[k->rank];
-    k->own = &ends[k->rank];
-    k->ctx.team = &ends[k->rank].comm;
-    return upipe_tcp_init(&ends[k->rank], fds[0], fds[1], k->rank, k->ranks, k->all->deadline, &k->ctx.err);
+    int(*fds)[TCP_RANKS] = crew_of(k)->mesh.fds[k->rank];
+    k->ctx.team = &end_of(k)->comm;
+    return upipe_tcp_init(end_of(k), fds[0], fds[1], k->rank, k->ranks, k->all->deadline, &k->ctx.err);
 }
 
 static upipe_status tcp_leave(member *k)
 {
     upipe_status s;
     CHECK_INT(k->ctx.team->quarantine, 0);
-    s = upipe_tcp_free((upipe_tcp *)k->own, &k->ctx.err);
-    CHECK_STATUS(upipe_tcp_free((upipe_tcp *)k->own, NULL), UPIPE_OK, k->ctx.err);
+    s = upipe_tcp_free(end_of(k), &k->ctx.err);
+    CHECK_STATUS(upipe_tcp_free(end_of(k), NULL), UPIPE_OK, k->ctx.err);
     return s;
 }
 
 static void tcp_close(crew *all)
 {
-    (void)all;
-    mesh_close(&the_mesh);
-    CHECK_INT(allocated, 0);
+    mesh_close(&((tcp_crew *)all->own)->mesh);
 }
 
-/* `groups` communicators of one kind, of `ranks` each: neighbours, or `groups` apart. */
-static void parts_open(mesh *meshes, upipe_tcp *of, int ranks, int groups, int apart)
+static void tcp_clean(void)
 {
-    for (int g = 0; g < groups; ++g) {
-        mesh_open(&meshes[g], ranks, 0);
-        for (int i = 0; i < ranks; ++i) {
-            upipe_err e;
-            CHECK_STATUS(upipe_tcp_init(&of[apart ? i * groups + g : g * ranks + i], meshes[g].fds[i][0],
-                                        meshes[g].fds[i][1], i, ranks, 60, &e),
-                         UPIPE_OK, e);
-        }
-    }
-}
-
-static void tcp_split(int team, int rings)
-{
-    for (int i = 0; i < 6; ++i) memset(&part_mesh[i], 0xff, sizeof part_mesh[i]);
-    parts_open(part_mesh, part_end[WORLD], team * rings, 1, 0);
-    parts_open(part_mesh + 1, part_end[SIDE], team * rings, 1, 0);
-    parts_open(part_mesh + 2, part_end[TEAM], team, rings, 0);
-    parts_open(part_mesh + 2 + rings, part_end[RING], rings, team, 1);
-}
-
-static upipe_comm *tcp_part(int which, int rank)
-{
-    return &part_end[which][rank].comm;
-}
-
-static void tcp_leave_parts(int rank)
-{
-    for (int i = PARTS; i-- > 0;) CHECK_INT(upipe_tcp_free(&part_end[i][rank], NULL), UPIPE_OK);
-}
-
-static void tcp_join_parts(void)
-{
-    for (int i = 0; i < 6; ++i) mesh_close(&part_mesh[i]);
     CHECK_INT(allocated, 0);
 }
 
@@ -175,12 +153,9 @@ static transport tcp = {
     .join = tcp_join,
     .leave = tcp_leave,
     .close = tcp_close,
+    .clean = tcp_clean,
     .each = each_thread,
     .sum = threads_sum,
-    .split = tcp_split,
-    .part = tcp_part,
-    .leave_parts = tcp_leave_parts,
-    .join_parts = tcp_join_parts,
 };
 
 /* ---- calls that signals interrupt ---- */
@@ -235,7 +210,7 @@ static int told; /* atomic: a rank has come so far */
 static void chain(member *k)
 {
     upipe_ctx *c = &k->ctx;
-    upipe_tcp *t = (upipe_tcp *)k->own;
+    upipe_tcp *t = end_of(k);
     line_up(k, k->rank == 2 ? 0.28 : 0.3);
     for (int i = 1; k->rank == 0 && i <= 2; ++i) {
         while (i == 2 && !__atomic_load_n(&told, __ATOMIC_ACQUIRE)) test_nap(0.001);
@@ -257,7 +232,7 @@ static void chain(member *k)
 static void old_answer(member *k)
 {
     upipe_ctx *c = &k->ctx;
-    upipe_tcp *t = (upipe_tcp *)k->own;
+    upipe_tcp *t = end_of(k);
     int news = 0;
     line_up(k, 20);
     if (k->rank == 0) {
@@ -279,12 +254,12 @@ static void old_answer(member *k)
 
 /* ---- ends of connections ---- */
 
-enum { TOO_EARLY, CLOSED, DATA_CLOSED, STRANGER, SKIPS, HALF, DATA_LOST, ENDS };
+enum { CLOSED, DATA_CLOSED, STRANGER, SKIPS, HALF, DATA_LOST, ENDS };
 
 static void end_sockets(const member *k, int which)
 {
     for (int p = 0; p < k->ranks; ++p)
-        if (p != k->rank) shutdown(the_mesh.fds[k->rank][which][p], SHUT_RDWR);
+        if (p != k->rank) shutdown(crew_of(k)->mesh.fds[k->rank][which][p], SHUT_RDWR);
 }
 
 /* The rest of a team that ends without the others' goodbyes. */
@@ -300,7 +275,7 @@ static void leave_within(member *k, double seconds)
 /* What the victim sends in place of the next header: something else, a header of the call behind that one, half a header. */
 static void send_noise(member *k)
 {
-    upipe_tcp *t = (upipe_tcp *)k->own;
+    upipe_tcp *t = end_of(k);
     char noise[sizeof(upi_header)];
     memset(noise, 0x55, sizeof noise);
     if (k->what == SKIPS) {
@@ -309,17 +284,14 @@ static void send_noise(member *k)
     }
     for (int p = 0; p < k->ranks; ++p)
         if (p != k->rank)
-            CHECK(send(the_mesh.fds[k->rank][0][p], noise, sizeof noise / (k->what == HALF ? 2 : 1), 0) > 0);
+            CHECK(send(crew_of(k)->mesh.fds[k->rank][0][p], noise, sizeof noise / (k->what == HALF ? 2 : 1),
+                       0) > 0);
 }
 
 static void end_victim(member *k, const char *words)
 {
     const int data = k->what == DATA_CLOSED || k->what == DATA_LOST;
     upipe_status s;
-    if (k->what == TOO_EARLY) {
-        member_leave(k);
-        return;
-    }
     if (k->what >= STRANGER && k->what <= HALF) send_noise(k);
     if (k->what != STRANGER && k->what != SKIPS) end_sockets(k, data);
     meet(k);
@@ -334,9 +306,8 @@ static void end_victim(member *k, const char *words)
 /* The victim frees its team, loses its sockets, or sends something else; half a header is none. */
 static void ending(member *k)
 {
-    static const char *const words[] = {"has freed its team", "has ended", "has freed its team",
-                                        "something else",     "expects ",  "has ended",
-                                        "has ended"};
+    static const char *const words[] = {"has ended", "has freed its team", "something else",
+                                        "expects ",  "has ended",          "has ended"};
     upipe_ctx *c = &k->ctx;
     double began;
     upipe_status s;
@@ -346,7 +317,7 @@ static void ending(member *k)
         end_victim(k, words[k->what]);
         return;
     }
-    if (k->what != TOO_EARLY) meet(k);
+    meet(k);
     s = call(k, AT_TRANSFER);
     if (k->what == DATA_CLOSED) /* its goodbye comes, which says it all */
         CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
@@ -361,7 +332,7 @@ static void ending(member *k)
 static void passed_on(member *k)
 {
     upipe_ctx *c = &k->ctx;
-    upipe_tcp *t = (upipe_tcp *)k->own;
+    upipe_tcp *t = end_of(k);
     upi_header notice;
     line_up(k, 20);
     if (k->rank == k->victim) {
@@ -382,14 +353,14 @@ static void passed_on(member *k)
 /* Rank 0 has read an all-gather, and aborts. Rank 1 hears of it before it has all, and reads it all the same. */
 static void read_first(member *k)
 {
-    upipe_tcp *t = (upipe_tcp *)k->own;
+    upipe_tcp *t = end_of(k);
     const int64_t mine = k->rank;
     line_up(k, 20);
     if (k->rank < 2) CHECK_STATUS(call(k, AT_GATHER), UPIPE_OK, k->ctx.err);
     if (k->rank == 0) upipe_comm_abort(k->ctx.team, "these numbers are bad");
     for (int to = 0; k->rank == 2 && to < 2; ++to) {
         upi_header_fill(t->out, k->ranks, t->call + 1, UPI_TEAM_ALL_GATHER, NULL, &mine, 1);
-        while (to == 1 && !upi_first_is_broken(&ends[1].first)) test_nap(0.001);
+        while (to == 1 && !upi_first_is_broken(&crew_of(k)->ends[1].first)) test_nap(0.001);
         CHECK_INT(upi_tcp_send_header(t, to, &t->out[to]), 0);
     }
     meet(k);
@@ -429,18 +400,19 @@ static void test_death(int victim, int what)
     pid_t pids[RANKS];
     int status;
     *all = (crew){.t = &tcp, .body = death, .ranks = RANKS, .victim = victim, .what = what, .deadline = 20};
-    mesh_open(&the_mesh, RANKS, what % 2);
+    inet = what % 2;
+    crew_open(all);
     fflush(NULL);
     for (int r = 0; r < RANKS; ++r) {
         pids[r] = fork();
         if (pids[r] != 0) continue;
         if (freopen("/dev/null", "w", stdout) == NULL) _exit(9);
         for (int p = 0; p < RANKS; ++p)
-            if (p != r) mesh_close_rank(&the_mesh, p);
+            if (p != r) mesh_close_rank(&((tcp_crew *)all->own)->mesh, p);
         member_main(all, r);
         _exit(test_end("a rank"));
     }
-    mesh_close(&the_mesh);
+    crew_close(all);
     if (what == STOPPED) {
         CHECK_INT(waitpid(pids[victim], &status, WUNTRACED), pids[victim]);
         test_nap(1.5);
