@@ -107,7 +107,7 @@ static const int teams[] = {1, 2, 5, 64, 0}, crews[] = {3, 2, 4, 0};
 
 static const transport threads = {
     .name = "threads",
-    .can = NAMES_RANKS | TELLS_WHY | COMPARES_LISTS | USES_TABLE | ANY_THREAD | SHARED | GRIDS,
+    .can = NAMES_RANKS | TELLS_WHY | COMPARES_LISTS | USES_TABLE | ANY_THREAD | SHARED | PARTS_FAIL,
     .teams = teams,
     .crews = crews,
     .victims = 4,

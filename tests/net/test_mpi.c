@@ -323,8 +323,9 @@ static void late_data(member *k)
 static void no_data(member *k)
 {
     upipe_ctx *c = &k->ctx;
-    const int n = all_list(k, 1);
+    int n;
     line_up(k, 20);
+    n = all_list(k, 1);
     if (k->rank == k->victim) {
         k->fault = COPY;
         CHECK_STATUS(upipe_comm_start(c, c->team, k->list, n), UPIPE_OK, c->err);
@@ -409,7 +410,7 @@ int main(int argc, char **argv)
     faults = strcmp(what, "data") != 0;
     teams[0] = ranks;
     if (ranks > 1) crews[0] = ranks;
-    if (ranks >= 4) over_mpi.can |= GRIDS;
+    if (ranks >= 4) over_mpi.can |= PARTS_FAIL;
     TEST(test_init());
     TEST(test_host());
     conform(&over_mpi, faults);

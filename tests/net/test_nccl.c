@@ -727,9 +727,9 @@ static void test_ahead(void)
 static void test_gathers(int ranks)
 {
     (void)fake_gather_calls();
-    run_ranks(&over_nccl, even_slices, ranks, 20, -1, 0);
+    run_ranks(&over_nccl, slices, ranks, 20, -1, 0);
     CHECK_INT(fake_gather_calls(), 2 * ranks);
-    if (ranks > 1) run_ranks(&over_nccl, odd_slices, ranks, 20, -1, 0);
+    if (ranks > 1) run_ranks(&over_nccl, slices, ranks, 20, -1, 1);
     CHECK_INT(fake_gather_calls(), 0);
 }
 

@@ -139,7 +139,7 @@ static const int teams[] = {1, 2, 5, 0}, crews[] = {3, 0};
 static transport tcp = {
     .name = "tcp",
     .can = NAMES_RANKS | TELLS_WHY | COMPARES_LISTS | USES_TABLE | ANY_THREAD | FREES_TOGETHER | SEES_DEATH |
-           GRIDS,
+           PARTS_FAIL,
     .teams = teams,
     .crews = crews,
     .victims = 1,
