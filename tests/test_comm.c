@@ -103,7 +103,7 @@ static void threads_clean(void)
     CHECK_INT(alive, 0);
 }
 
-static const int teams[] = {1, 2, 5, 64, 0}, crews[] = {3, 2, 4, 0};
+static const int teams[] = {1, 2, 3, 8, 0}, crews[] = {3, 2, 4, 0};
 
 static const transport threads = {
     .name = "threads",
@@ -584,6 +584,7 @@ int main(int argc, char **argv)
     TEST(test_dry());
     TEST(test_parts());
     conform(&threads, 1);
+    TEST_OF("calls", run_ranks(&threads, calls, RANKS_MAX, 0, -1, 0));
     TEST(test_run());
     TEST_OF("deserted", run_ranks(&threads, deserted, 12, 20, -1, 0));
     TEST_OF("alone", run_ranks(&threads, alone, 1, 20, -1, 0));

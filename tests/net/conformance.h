@@ -1090,9 +1090,9 @@ static upipe_status lost(int rank)
     snprintf(name, sizeof name, " for rank %d to come", the_parts.victim);
     comm = of[rank == across ? the_parts.what : TEAM];
     if (rank == the_parts.victim) {
-        test_nap(0.9);
+        test_nap(1.3);
     } else {
-        comm->deadline = rank == mate ? 0.6 : rank == across ? 0.5 : 0.4;
+        comm->deadline = rank == mate ? 1.2 : rank == across ? 1 : 0.8;
         s = upipe_comm_barrier(&c, comm);
         CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
         CHECK_TEXT(c.err.text, name);
