@@ -437,7 +437,7 @@ static upipe_status slow_copy(upipe_ctx *c, void *dst, const void *src, size_t b
     if (__atomic_fetch_add(&reader.copies, 1, __ATOMIC_SEQ_CST) > 0) return plain_copy(c, dst, src, bytes);
     __atomic_store_n(&reader.inside, 1, __ATOMIC_SEQ_CST);
     while (c->team->ops.failure(c->team) == NULL) test_nap(0.001);
-    for (int i = 0; i < 30; ++i) test_nap(0.001);
+    test_nap(0.03);
     plain_copy(c, dst, src, bytes);
     __atomic_store_n(&reader.inside, 0, __ATOMIC_SEQ_CST);
     return UPIPE_OK;
