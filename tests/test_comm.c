@@ -10,11 +10,11 @@
 
 /* ---- the transport's own calls, counted: `alive` must come back to 0; call number `fail_at` fails ---- */
 
-static int alive, calls, fail_at;
+static int alive, calls_made, fail_at;
 
 static int fails_now(void)
 {
-    return ++calls == fail_at;
+    return ++calls_made == fail_at;
 }
 
 static void *test_calloc(size_t n, size_t bytes)
@@ -76,124 +76,53 @@ static int test_join(pthread_t t, void **out)
 #undef pthread_create
 #undef pthread_join
 
-#include "../upipe/net/upipe_net_threads_grid.h"
-#include "lib/lost.h"
-#include "lib/memory.h"
-#include "lib/transfers.h"
+#include "net/conformance.h"
 
-/* ---- a crew: a team with one context a rank, and buffers that outlive every call ---- */
+/* ---- the row ---- */
 
-enum { RANKS_MAX = 64, WORDS = 8 };
-
-typedef struct crew {
-    int left; /* ranks that have left line_up's transfer */
-    upipe_threads team;
-    upipe_ops ops;
-    upipe_ctx ctx[RANKS_MAX];
-    upipe_status status[RANKS_MAX];
-    uint32_t send[RANKS_MAX][RANKS_MAX][WORDS], recv[RANKS_MAX][RANKS_MAX][WORDS];
-    upipe_msg list[RANKS_MAX][RANKS_MAX];
-    int gathers[RANKS_MAX]; /* each rank counts its own */
-    int ranks;
-    int victim, what;           /* of a fault */
-    int inside, copies, let_go; /* atomic, of the copy entries below */
-    uint64_t seed;
-    int64_t began; /* ns */
-} crew;
-
-static crew the_crew; /* one test at a time uses it */
-
-static crew *crew_begin(int ranks, double deadline)
+static void threads_open(crew *all)
 {
-    crew *k = &the_crew;
     upipe_err e;
-    *k = (crew){.ranks = ranks, .ops.copy = plain_copy, .ops.sync = plain_sync};
-    CHECK_INT(alive, 0);
-    CHECK_STATUS(upipe_threads_init(&k->team, ranks, deadline, &e), UPIPE_OK, e);
-    for (int r = 0; r < ranks; ++r) {
-        k->ctx[r].ops = &k->ops;
-        k->ctx[r].user = k;
-        k->ctx[r].team = upipe_threads_comm(&k->team, r);
-    }
-    k->began = upipe_net_now();
-    return k;
+    all->own = zeroed(sizeof(upipe_threads));
+    CHECK_STATUS(upipe_threads_init((upipe_threads *)all->own, all->ranks, all->deadline, &e), UPIPE_OK, e);
 }
 
-/* Ends a test: nothing may be left, and no deadline overrun by much. They are below a second, or else long
- * and not to be met. (Valgrind on a busy machine needs half a minute.) */
-static void crew_end(crew *k)
+static upipe_status threads_join(member *k)
 {
-    CHECK(upipe_net_now() - k->began < (int64_t)50 * 1000000000);
-    upipe_threads_free(&k->team);
-    CHECK_INT(alive, 0);
-}
-
-/* Runs a body on every rank, with a fault of one of them, and ends the test. */
-static void crew_test(int ranks, double deadline, upipe_status (*body)(void *user, int rank), int victim,
-                      int what)
-{
-    crew *k = crew_begin(ranks, deadline);
-    k->victim = victim;
-    k->what = what;
-    CHECK_INT(upipe_threads_run(&k->team, body, k, NULL, NULL), UPIPE_OK);
-    crew_end(k);
-}
-
-static void until_broken(crew *k)
-{
-    while (!upi_threads_is_broken(&k->team)) test_nap(0.001);
-}
-
-/* Lists an all-to-all of WORDS words a pair, the rank itself included; returns the number of messages. */
-static int all_list(crew *k, int rank)
-{
-    all_fill(k->send[rank][0], rank, k->ranks, WORDS);
-    memset(k->recv[rank], 0xee, sizeof k->recv[rank]);
-    return all_messages(k->list[rank], k->ranks, k->send[rank][0], k->recv[rank][0], 1, WORDS);
-}
-
-static void all_come(crew *k, int rank)
-{
-    all_check(k->recv[rank][0], rank, k->ranks, WORDS);
-}
-
-static upipe_status all_to_all(crew *k, int rank)
-{
-    upipe_ctx *c = &k->ctx[rank];
-    UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)));
-    UPIPE_TRY(upipe_comm_wait(c, c->team));
-    all_come(k, rank);
+    k->ctx.team = upipe_threads_comm((upipe_threads *)k->all->own, k->rank);
     return UPIPE_OK;
 }
 
-/* All meet with patience, so that a short deadline that follows times the fault, not the start of threads. */
-static void line_up(crew *k, int rank, double deadline)
+static void threads_close(crew *all)
 {
-    upipe_ctx *c = &k->ctx[rank];
-    int left;
-    c->team->deadline = 20;
-    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
-    CHECK_STATUS(all_to_all(k, rank), UPIPE_OK, c->err);
-    c->team->deadline = deadline;
-    /* A rank that is still inside that transfer would hear of the fault there: all leave it first, by other
-     * means than the team's. */
-    left = __atomic_add_fetch(&k->left, 1, __ATOMIC_ACQ_REL);
-    left = (left + k->ranks - 1) / k->ranks * k->ranks;
-    while (__atomic_load_n(&k->left, __ATOMIC_ACQUIRE) < left) sched_yield();
+    upipe_threads_free((upipe_threads *)all->own);
 }
 
-/* After a failure every call must fail at once, with the first reason. */
-static void check_dead(crew *k, int rank)
+static void threads_clean(void)
 {
-    check_dead_calls(&k->ctx[rank], k->team.failure.text);
+    CHECK_INT(alive, 0);
 }
 
-static int count_status(const crew *k, upipe_status s)
-{
-    int n = 0;
-    for (int r = 0; r < k->ranks; ++r) n += k->status[r] == s;
-    return n;
-}
+static const int teams[] = {1, 2, 3, 8, 0}, crews[] = {3, 2, 4, 0};
+
+static const transport threads = {
+    .name = "threads",
+    .can = NAMES_RANKS | TELLS_WHY | COMPARES_LISTS | USES_TABLE | ANY_THREAD | SHARED | PARTS_FAIL,
+    .teams = teams,
+    .crews = crews,
+    .victims = 4,
+    .most = 3,
+    .longest = 1000,
+    .draws_a_round = 10,
+    .large = 1000,
+    .late = WORDS,
+    .open = threads_open,
+    .join = threads_join,
+    .close = threads_close,
+    .clean = threads_clean,
+    .each = each_thread,
+    .sum = threads_sum,
+};
 
 /* ---- one rank alone, dry ---- */
 
@@ -339,555 +268,106 @@ static void test_dry(void)
     CHECK_STATUS(upi_agree(&c, &comm, &fields), UPIPE_OK, c.err);
 }
 
-/* ---- thread ranks that behave ---- */
+/* ---- a run of the team's own ---- */
 
-static upipe_status shift_body(void *user, int rank)
+enum { AT_ONCE, LATE, ILL, OWN_FAULTS };
+
+typedef struct own_run {
+    upipe_threads team;
+    int victim, what; /* -1: none fails */
+} own_run;
+
+static upipe_status own_body(void *user, int rank)
 {
-    upipe_ctx *c = &((crew *)user)->ctx[rank];
-    int64_t sent = 0;
-    UPIPE_TRY(shift_all(c, NULL, NULL, NULL, NULL, &sent));
-    CHECK_INT(c->team->sent_bytes, sent);
-    CHECK_INT(c->team->moved_bytes, sent);
-    return UPIPE_OK;
+    own_run *o = (own_run *)user;
+    upipe_ctx c = {.team = upipe_threads_comm(&o->team, rank)};
+    if (rank == o->victim && o->what == AT_ONCE) return UPIPE_ERR_ARG;
+    if (o->victim < 0 || o->what != AT_ONCE) UPIPE_TRY(upipe_comm_barrier(&c, c.team));
+    if (o->victim < 0) return UPIPE_OK;
+    if (rank == o->victim && o->what == ILL) upipe_comm_abort(c.team, "rank is ill");
+    if (rank == o->victim) return UPIPE_ERR_ARG;
+    CHECK_STATUS(upipe_comm_barrier(&c, c.team), UPIPE_ERR_ABORTED, c.err);
+    return c.err.status;
 }
 
-static void test_shift(void)
+/* A body that fails breaks the team, before it meets the others or after, and the run says why. A team that is whole may run
+ * again. */
+static void test_run(void)
 {
-    static const int teams[] = {1, 2, 3, 5};
-    for (int i = 0; i < 4; ++i) crew_test(teams[i], 20, shift_body, 0, 0);
-}
-
-static upipe_status meet_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    for (int round = 0; round < 12; ++round) {
-        UPIPE_TRY(gather_some(c, round));
-        if (round % 3 == 0) UPIPE_TRY(all_to_all(k, rank));
-        __atomic_fetch_add(&k->copies, 1, __ATOMIC_RELAXED);
-        UPIPE_TRY(upipe_comm_barrier(c, c->team));
-        CHECK(__atomic_load_n(&k->copies, __ATOMIC_RELAXED) >= (round + 1) * k->ranks);
+    enum { RANKS = 3 };
+    own_run o = {.victim = -1};
+    upipe_status status[RANKS];
+    upipe_err e;
+    CHECK_STATUS(upipe_threads_init(&o.team, RANKS, 60, &e), UPIPE_OK, e);
+    for (int i = 0; i < 2; ++i)
+        CHECK_STATUS(upipe_threads_run(&o.team, own_body, &o, status, &e), UPIPE_OK, e);
+    upipe_threads_free(&o.team);
+    for (int i = 0; i < OWN_FAULTS * RANKS; ++i) {
+        CHECK_STATUS(upipe_threads_init(&o.team, RANKS, 60, &e), UPIPE_OK, e);
+        o.victim = i % RANKS;
+        o.what = i / RANKS;
+        CHECK_REFUSED(upipe_threads_run(&o.team, own_body, &o, status, &e), UPIPE_ERR_ARG, e,
+                      o.what == ILL ? "rank is ill" : "failed: invalid argument");
+        CHECK_INT(e.status, UPIPE_ERR_ARG);
+        for (int r = 0; r < RANKS; ++r)
+            CHECK_INT(status[r], r == o.victim ? UPIPE_ERR_ARG : UPIPE_ERR_ABORTED);
+        upipe_threads_free(&o.team);
     }
-    return UPIPE_OK;
+    CHECK_INT(alive, 0);
 }
 
-static void test_meet(void)
-{
-    static const int teams[] = {1, 2, 5, 64};
-    for (int i = 0; i < 4; ++i) {
-        crew *k = crew_begin(teams[i], 0);
-        CHECK(k->ctx[0].team->deadline == UPIPE_DEADLINE_DEFAULT);
-        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL, NULL), UPIPE_OK);
-        k->copies = 0; /* a team may run again */
-        CHECK_INT(upipe_threads_run(&k->team, meet_body, k, NULL, NULL), UPIPE_OK);
-        crew_end(k);
-    }
-}
-
-/* ---- random transfers ---- */
-
-static void idle(int yields)
-{
-    while (yields-- > 0) sched_yield();
-}
-
-static upipe_status random_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    lists t = {.seed = k->seed, .rank = rank, .ranks = k->ranks, .most = 3, .longest = 1000};
-    const size_t bytes = words_in_lists(&t) * 4;
-    uint32_t *send = (uint32_t *)buffer(bytes), *recv = (uint32_t *)buffer(bytes);
-    upipe_msg *list = (upipe_msg *)zeroed((size_t)(6 * k->ranks) * sizeof *list);
-    lists_begin(&t);
-    for (int round = 0; round < k->what; ++round) {
-        int n;
-        memset(recv, 0xee, bytes);
-        n = lists_next(&t, list, send, send, recv);
-        idle(test_below(&t.rng, 4) == 0 ? test_below(&t.rng, 100) : 0);
-        UPIPE_TRY(upipe_comm_start(c, c->team, list, n));
-        idle(test_below(&t.rng, 4) == 0 ? test_below(&t.rng, 100) : 0);
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
-        /* The transport is done with the send buffers: what is written here must reach nobody. */
-        memset(send, 0xdd, t.sent_words * 4);
-        lists_check(&t, recv);
-    }
-    CHECK_INT(c->team->sent_bytes, t.sent);
-    CHECK_INT(c->team->moved_bytes, t.moved);
-    return UPIPE_OK;
-}
-
-static void test_random(void)
-{
-    static const int teams[] = {1, 2, 3, 4, 8};
-    for (int i = 0; i < 5; ++i) {
-        crew *k = crew_begin(teams[i], 20);
-        int64_t sent = 0, moved = 0;
-        k->seed = (uint64_t)test_env("UPIPE_SEED", 1);
-        k->what = (int)(test_draws_wanted() / 10);
-        CHECK_INT(upipe_threads_run(&k->team, random_body, k, NULL, NULL), UPIPE_OK);
-        for (int r = 0; r < teams[i]; ++r) {
-            sent += k->ctx[r].team->sent_bytes;
-            moved += k->ctx[r].team->moved_bytes;
-        }
-        CHECK_INT(moved, sent);
-        CHECK(teams[i] == 1 || sent > 0);
-        crew_end(k);
-        buffers_free(0);
-    }
-}
-
-/* ---- agreement ---- */
-
-static upipe_status counted_gather(upipe_ctx *c, upipe_comm *comm, int64_t *all, const int64_t *mine, int n)
-{
-    crew *k = (crew *)c->user;
-    ++k->gathers[comm->rank];
-    return upi_threads_all_gather(c, comm, all, mine, n);
-}
-
-static upipe_status agree_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    const int odd = rank == k->victim;
-    upi_fields f;
-    c->team->ops.all_gather = counted_gather;
-    for (int i = 0; i < 12; ++i) { /* compared when it changes, free while it stays */
-        f = fields_of_block(32, "chunk", i / 3);
-        UPIPE_TRY(upi_agree(c, c->team, &f));
-        CHECK_INT(k->gathers[rank], i / 3 + 1);
-    }
-    f = fields_of_block(32, "chunk", 2); /* known from before, but others may not be back */
-    UPIPE_TRY(upi_agree(c, c->team, &f));
-    f = fields_of_block(32, "stages", 2); /* another description with the same numbers */
-    UPIPE_TRY(upi_agree(c, c->team, &f));
-    CHECK_INT(k->gathers[rank], 6);
-    if (k->what == 0) {
-        f = fields_of_block(odd ? 31 : 32, "stages", 77);
-        CHECK_REFUSED(upi_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "heads is 3");
-        CHECK_TEXT(c->err.text, "31");
-        CHECK_TEXT(c->err.text, "32");
-    } else if (k->what == 1) {
-        f = fields_of_real(odd ? 500000 : 0.5, 32, "stages", 2);
-        CHECK_REFUSED(upi_agree(c, c->team, &f), UPIPE_ERR_MISMATCH, c->err, "500000");
-        CHECK_TEXT(c->err.text, "0.5");
-    } else { /* one rank goes back to what all agreed on once, the others stay: nobody gets through */
-        upipe_status s;
-        if (odd) f = fields_of_block(32, "chunk", 2);
-        s = upi_agree(c, c->team, &f);
-        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
-        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, "all-gather");
-        CHECK_TEXT(c->err.text, "barrier");
-    }
-    check_dead(k, rank);
-    return UPIPE_OK;
-}
-
-static void test_agree(void)
-{
-    for (int victim = 0; victim < 4; ++victim)
-        for (int again = 0; again < 10; ++again) /* who reads the gather first is chance */
-            crew_test(4, 20, agree_body, victim, again % 3);
-}
-
-/* Descriptions that alternate are compared while their order is new. */
-static upipe_status alternate_body(void *user, int rank)
-{
-    /* two in turn; runs of one between another, which grow longer; more than are kept */
-    static const char *const orders[] = {"ABABABABAB", "AAAAABAAAAABAAAAAB", "AABAABAAAABAAAAB",
-                                         "ABCDEABCDE"};
-    static const int gathers[] = {3, 3, 5, 10};
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    upi_fields f;
-    const char *at;
-    c->team->ops.all_gather = counted_gather;
-    for (size_t i = 0; i < sizeof orders / sizeof *orders; ++i) {
-        const int before = k->gathers[rank];
-        for (at = orders[i]; *at != 0; ++at) {
-            f = fields_of("window", (int64_t)(100 * i) + *at);
-            UPIPE_TRY(upi_agree(c, c->team, &f));
-        }
-        CHECK_SAY(k->gathers[rank] - before == gathers[i], "%s: %d gathers, not %d", orders[i],
-                  k->gathers[rank] - before, gathers[i]);
-    }
-    return UPIPE_OK;
-}
-
-enum { CHANGED, BEHIND, AHEAD, LONGER, STEP_COUNT };
-
-/* A rank that alone has changed one of them, that skips one, repeats one, or takes them in another order is
- * found, though all of them are known. */
-static upipe_status step_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    const int odd = rank == k->victim;
-    upipe_status s = UPIPE_OK;
-    upi_fields f;
-    int i;
-    for (i = 0; i < 24; ++i) { /* A A B, A A B, ... */
-        f = fields_of("window", i % 3 == 2);
-        UPIPE_TRY(upi_agree(c, c->team, &f));
-    }
-    for (i = 0; i < 6 && s == UPIPE_OK; ++i) {
-        int at = i + (odd && k->what == AHEAD) + (odd && k->what == BEHIND ? 2 : 0);
-        if (odd && k->what == LONGER && i >= 2) at = i - 1;
-        f = fields_of("window", at % 3 != 2 ? 0 : odd && k->what == CHANGED ? 7 : 1);
-        s = upi_agree(c, c->team, &f);
-        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
-    }
-    CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-    CHECK(i <= 3);
-    check_dead(k, rank);
-    return UPIPE_OK;
-}
-
-static void test_alternate(void)
-{
-    crew_test(3, 20, alternate_body, 0, 0);
-    for (int what = CHANGED; what < STEP_COUNT; ++what) crew_test(3, 20, step_body, what % 3, what);
-}
-
-/* ---- faults: a rank that stays away ---- */
-
-enum { AT_START, AT_WAIT, AT_BARRIER, AT_GATHER, AT_COUNT };
-
-static upipe_status absent_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    int64_t mine = rank, all[RANKS_MAX];
-    upipe_status s;
-    char name[32];
-    line_up(k, rank, 0.25);
-    if (rank == k->victim) {
-        if (k->what == AT_WAIT)
-            CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
-        until_broken(k);
-        if (k->what == AT_WAIT) CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ABORTED, c->err);
-        check_dead(k, rank);
-        return UPIPE_OK;
-    }
-    if (k->what == AT_BARRIER)
-        s = upipe_comm_barrier(c, c->team);
-    else if (k->what == AT_GATHER)
-        s = upipe_comm_all_gather(c, c->team, all, &mine, 1);
-    else {
-        CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
-        s = upipe_comm_wait(c, c->team);
-    }
-    CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-    CHECK_INT(c->err.status, s);
-    snprintf(name, sizeof name, "for rank %d to %s", k->victim, k->what == AT_WAIT ? "finish" : "come");
-    CHECK_TEXT(c->err.text, name);
-    CHECK_TEXT(c->err.text, "0.25 s");
-    CHECK_INT(c->team->quarantine, 0);
-    check_dead(k, rank);
-    return s;
-}
-
-static void test_absent(void)
-{
-    for (int what = 0; what < AT_COUNT; ++what) {
-        for (int victim = 0; victim < 3; ++victim) {
-            crew *k = crew_begin(3, 0.25);
-            k->victim = victim;
-            k->what = what;
-            CHECK_INT(upipe_threads_run(&k->team, absent_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
-            CHECK_INT(count_status(k, UPIPE_ERR_TIMEOUT), 1);
-            CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 1);
-            crew_end(k);
-        }
-    }
-}
-
-/* More seconds than the clock counts are patience. */
-static upipe_status patient_body(void *user, int rank)
-{
-    upipe_ctx *c = &((crew *)user)->ctx[rank];
-    c->team->deadline = INFINITY;
-    if (rank == 1) test_nap(0.05);
-    return upipe_comm_barrier(c, c->team);
-}
-
-static void test_patient(void)
-{
-    crew_test(2, 20, patient_body, 0, 0);
-}
+/* ---- faults ---- */
 
 /* Most of the team returns without a word. */
-static upipe_status deserted_body(void *user, int rank)
+static void deserted(member *k)
 {
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    line_up(k, rank, 0.2);
-    return rank < 2 ? upipe_comm_barrier(c, c->team) : UPIPE_OK;
-}
-
-static void test_deserted(void)
-{
-    crew *k = crew_begin(12, 0.2);
-    CHECK_INT(upipe_threads_run(&k->team, deserted_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
-    CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 1);
-    CHECK_TEXT(k->team.failure.text, "for ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more to come");
-    crew_end(k);
-}
-
-/* ---- faults: a rank that fails, or aborts ---- */
-
-enum { BEFORE_START, BEFORE_WAIT, AFTER_WAIT, IN_COPY, ABORT_COUNT };
-
-static upipe_status abort_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    upipe_status s;
-    upipe_ops mine = k->ops;
-    line_up(k, rank, 60);
-    if (rank != k->victim) {
-        s = all_to_all(k, rank);
-        if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
-        CHECK_REFUSED(s, UPIPE_ERR_ABORTED, c->err,
-                      k->what == IN_COPY       ? "the engine burns"
-                      : k->what == BEFORE_WAIT ? "ill"
-                                               : "failed: ");
-        CHECK_INT(c->team->quarantine, 0);
-        check_dead(k, rank);
-        return s;
+    upipe_ctx *c = &k->ctx;
+    upipe_status s = UPIPE_OK;
+    line_up(k, 0.2);
+    if (k->rank < 2) {
+        s = upipe_comm_barrier(c, c->team);
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+        CHECK_TEXT(c->err.text, "for ranks 2, 3, 4, 5, 6, 7, 8, 9 and 2 more to come");
     }
-    if (k->what == BEFORE_WAIT) {
-        UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)));
-        upipe_comm_abort(c->team, "rank is ill");
-        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ABORTED, c->err);
-        memset(k->send[rank], 0xdd, sizeof k->send[rank]); /* its own again: a reader now would be a race */
-        check_dead(k, rank);
-    } else if (k->what == AFTER_WAIT) {
-        UPIPE_TRY(all_to_all(k, rank));
-    } else if (k->what == IN_COPY) {
-        mine.copy = burning_copy;
-        c->ops = &mine;
-        s = all_to_all(k, rank);
-        CHECK_TEXT(c->err.text, "the engine burns after 32 bytes");
-        check_dead(k, rank);
-        return s;
-    }
-    return UPIPE_ERR_ARG;
+    CHECK_INT(threads_sum(k, s == UPIPE_ERR_TIMEOUT), 1);
 }
 
-static void test_abort_call(void)
+/* A team of one whose rank disagrees with itself. */
+static void alone(member *k)
 {
-    for (int what = 0; what < ABORT_COUNT; ++what) {
-        for (int victim = 0; victim < 3; ++victim) {
-            upipe_status want = what == IN_COPY ? UPIPE_ERR_BACKEND : UPIPE_ERR_ARG;
-            crew *k = crew_begin(3, 60);
-            upipe_err e;
-            k->victim = victim;
-            k->what = what;
-            CHECK_STATUS(upipe_threads_run(&k->team, abort_body, k, k->status, &e), want, e);
-            CHECK_INT(e.status, want);
-            CHECK_TEXT(e.text, what == IN_COPY       ? "the engine burns after 32 bytes"
-                               : what == BEFORE_WAIT ? "rank is ill"
-                                                     : "failed: invalid argument");
-            CHECK_INT(k->status[victim], want);
-            CHECK_INT(count_status(k, UPIPE_ERR_ABORTED), 2);
-            crew_end(k);
-        }
-    }
+    upipe_ctx *c = &k->ctx;
+    c->team->deadline = 0;
+    CHECK_STATUS(all_to_all(k, 1), UPIPE_OK, c->err);
+    CHECK_INT(c->team->sent_bytes, 0);
+    CHECK_INT(c->team->moved_bytes, 0);
+    all_list(k, 1);
+    k->list[0].recv_bytes = 4;
+    CHECK_STATUS(transfer(k, k->list, 1), UPIPE_ERR_MISMATCH, c->err);
+    check_dead(k);
 }
 
-/* The host's own threads; the host aborts while all sleep, two of them for a third that never was. */
-typedef struct sleeper {
-    crew *k;
-    int rank;
-} sleeper;
-
-static void *sleeper_main(void *p)
+/* A rank whose patience is nil. */
+static void impatient(member *k)
 {
-    sleeper *z = (sleeper *)p;
-    crew *k = z->k;
-    upipe_ctx *c = &k->ctx[z->rank];
-    __atomic_fetch_add(&k->inside, 1, __ATOMIC_RELAXED);
-    if (z->rank == 0) {
-        k->status[0] = upipe_comm_barrier(c, c->team);
-    } else {
-        CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ABORTED, c->err);
-        k->status[z->rank] = c->err.status;
-    }
-    CHECK_TEXT(c->err.text, "the host closes");
-    check_dead(k, z->rank);
-    return NULL;
-}
-
-static void test_abort_outside(void)
-{
-    crew *k = crew_begin(3, 60);
-    sleeper z[2];
-    pthread_t t[2];
-    for (int i = 0; i < 2; ++i) {
-        z[i].k = k;
-        z[i].rank = i;
-        CHECK_INT(pthread_create(&t[i], NULL, sleeper_main, &z[i]), 0);
-    }
-    while (__atomic_load_n(&k->inside, __ATOMIC_RELAXED) < 2) test_nap(0.001);
-    for (int i = 0; i < 20; ++i) test_nap(0.001); /* most likely asleep by now; right either way */
-    upipe_comm_abort(k->ctx[2].team, "the host closes");
-    upipe_comm_abort(k->ctx[0].team, "a later reason");
-    upipe_comm_abort(k->ctx[1].team, NULL);
-    for (int i = 0; i < 2; ++i) {
-        pthread_join(t[i], NULL);
-        CHECK_INT(k->status[i], UPIPE_ERR_ABORTED);
-    }
-    check_dead(k, 2); /* a late comer */
-    CHECK_TEXT(k->ctx[2].err.text, "the host closes");
-    crew_end(k);
-
-    k = crew_begin(1, 60);
-    upipe_comm_abort(k->ctx[0].team, NULL);
-    check_dead(k, 0);
-    CHECK_TEXT(k->ctx[0].err.text, "aborted by the host");
-    crew_end(k);
-}
-
-/* ---- faults: ranks that disagree ---- */
-
-enum {
-    MORE_BYTES,
-    MORE_BLOCKS,
-    HALF_BLOCKS,
-    NO_SEND,
-    NO_RECV,
-    TWO_SENDS,
-    OTHER_LENGTH,
-    KINDS,
-    KINDS_END = KINDS + 6
-};
-
-/* Kinds of call of the victim and of the others: every pair. 0 transfer, 1 barrier, 2 all-gather. */
-static const int odd_kinds[6][2] = {{0, 1}, {0, 2}, {1, 0}, {1, 2}, {2, 0}, {2, 1}};
-
-static upipe_status call_of_kind(crew *k, int rank, int kind, int numbers)
-{
-    upipe_ctx *c = &k->ctx[rank];
-    int64_t mine[4] = {1, 2, 3, 4}, all[4 * 4];
-    if (kind == 0) return all_to_all(k, rank);
-    if (kind == 1) return upipe_comm_barrier(c, c->team);
-    return upipe_comm_all_gather(c, c->team, all, mine, numbers);
-}
-
-static upipe_status odd_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    int other = (k->victim + 1) % k->ranks, is_odd = rank == k->victim, n;
-    upipe_status s;
-    char words[96];
-    line_up(k, rank, 60);
-    if (k->what >= KINDS) {
-        static const char *const names[] = {"a transfer", "a barrier", "an all-gather"};
-        const int *kinds = odd_kinds[k->what - KINDS];
-        s = call_of_kind(k, rank, kinds[is_odd ? 0 : 1], 2);
-        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, names[kinds[0]]);
-        CHECK_TEXT(c->err.text, names[kinds[1]]);
-        snprintf(words, sizeof words, "rank %d is in", k->victim);
-        if (!strstr(c->err.text, words)) snprintf(words, sizeof words, "and rank %d in", k->victim);
-        CHECK_TEXT(c->err.text, words);
-    } else if (k->what == OTHER_LENGTH) {
-        s = call_of_kind(k, rank, 2, is_odd ? 3 : 4);
-        CHECK_STATUS(s, UPIPE_ERR_MISMATCH, c->err);
-        snprintf(words, sizeof words, "rank %d gathers 3", k->victim);
-        CHECK_TEXT(c->err.text, words);
-        CHECK_TEXT(c->err.text, "gathers 4");
-    } else {
-        upipe_msg list[RANKS_MAX], *odd = &list[other];
-        n = all_list(k, rank);
-        memcpy(list, k->list[rank], sizeof list);
-        words[0] = 0;
-        if (k->what == MORE_BYTES) {
-            if (is_odd) odd->send_bytes -= 4;
-            snprintf(words, sizeof words,
-                     "rank %d sends 1 blocks of 28 bytes to rank %d, which receives 1 of 32", k->victim,
-                     other);
-        } else if (k->what == MORE_BLOCKS || k->what == HALF_BLOCKS) {
-            const int bytes = k->what == MORE_BLOCKS ? 32 : 16; /* halves: as many bytes in all */
-            if (is_odd) { /* two blocks sent, and one received as before */
-                list[n] = *odd;
-                list[n].recv_bytes = odd->send_bytes = 0;
-                list[n].send_bytes = list[n].send_stride = (size_t)bytes;
-                list[n++].count = 2;
-            }
-            snprintf(words, sizeof words,
-                     "rank %d sends 2 blocks of %d bytes to rank %d, which receives 1 of 32", k->victim,
-                     bytes, other);
-        } else if (k->what == NO_SEND) {
-            if (is_odd) odd->send_bytes = 0;
-            snprintf(words, sizeof words, "rank %d sends 0 messages to rank %d, which receives 1", k->victim,
-                     other);
-        } else if (k->what == NO_RECV) {
-            if (is_odd) odd->recv_bytes = 0;
-            snprintf(words, sizeof words, "rank %d sends 1 messages to rank %d, which receives 0", other,
-                     k->victim);
-        } else {
-            if (is_odd) {
-                list[n] = *odd;
-                list[n++].recv_bytes = 0;
-            }
-            snprintf(words, sizeof words, "rank %d sends 2 messages to rank %d, which receives 1", k->victim,
-                     other);
-        }
-        s = upipe_comm_start(c, c->team, list, n); /* fails if the others have found it already */
-        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
-        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, words);
-        CHECK_INT(c->team->quarantine, 0);
-        memset(list, 0xdd, sizeof list); /* nobody may read it any more */
-    }
-    check_dead(k, rank);
-    return UPIPE_OK;
-}
-
-static void test_odd(void)
-{
-    for (int ranks = 2; ranks <= 4; ++ranks) {
-        for (int what = 0; what < KINDS_END; ++what)
-            for (int victim = 0; victim < ranks; ++victim) crew_test(ranks, 60, odd_body, victim, what);
-    }
-}
-
-/* Ranks 0 and 1 disagree; 2 and 3 have nothing to do with them, and may complete: their next call tells. */
-static upipe_status bystander_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    upipe_msg *msg = &k->list[rank][rank ^ 1];
-    upipe_status s;
-    line_up(k, rank, 60);
-    all_list(k, rank);
-    if (rank == 0) msg->send_bytes = 12;
-    s = upipe_comm_start(c, c->team, msg, 1);
-    if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
-    CHECK(rank > 1 || s == UPIPE_ERR_MISMATCH);
-    if (s == UPIPE_OK) s = upipe_comm_barrier(c, c->team);
-    CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err,
-                  "rank 0 sends 1 blocks of 12 bytes to rank 1, which receives 1 of 32");
-    check_dead(k, rank);
-    return UPIPE_OK;
-}
-
-static void test_bystander(void)
-{
-    for (int again = 0; again < 20; ++again) crew_test(4, 60, bystander_body, 0, 0);
+    upipe_ctx *c = &k->ctx;
+    c->team->deadline = 0;
+    if (k->rank == 1)
+        CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_TIMEOUT, c->err, "for rank 0 to come");
+    meet(k);
+    check_dead(k);
 }
 
 /* ---- a table that only enqueues ---- */
 
+enum { QUEUED = 3 }; /* ranks */
+
 /* Each rank's queue of copies, as a device's stream holds them: sync runs it. */
 static struct queue {
-    void *dst[2 * RANKS_MAX];
-    const void *src[2 * RANKS_MAX];
-    size_t bytes[2 * RANKS_MAX];
+    void *dst[2 * QUEUED];
+    const void *src[2 * QUEUED];
+    size_t bytes[2 * QUEUED];
     int n, syncs;
-} queues[RANKS_MAX];
+} queues[QUEUED];
 
 static upipe_status queued_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
@@ -898,253 +378,183 @@ static upipe_status queued_copy(upipe_ctx *c, void *dst, const void *src, size_t
     return UPIPE_OK;
 }
 
+/* Sync number `what` of the victim fails. */
 static upipe_status queued_sync(upipe_ctx *c)
 {
-    crew *k = (crew *)c->user;
-    struct queue *q = &queues[c->team->rank];
+    const member *k = (const member *)c->user;
+    struct queue *q = &queues[k->rank];
     ++q->syncs;
     for (int i = 0; i < q->n; ++i) memcpy(q->dst[i], q->src[i], q->bytes[i]);
     q->n = 0;
-    if (k->what == q->syncs && k->victim == c->team->rank)
+    if (k->what == q->syncs && k->rank == k->victim)
         return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "the stream burns");
     return UPIPE_OK;
 }
 
 /* What a rank sends is made on its own queue, and spoilt as soon as the transfer is over. */
-static upipe_status queued_body(void *user, int rank)
+static void queued(member *k)
 {
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    uint32_t made[RANKS_MAX][WORDS];
-    int n;
-    for (int round = 0; round < 20; ++round) {
-        n = all_list(k, rank);
-        memcpy(made, k->send[rank], sizeof made);
-        memset(k->send[rank], 0xdd, sizeof k->send[rank]);
-        UPIPE_TRY(queued_copy(c, k->send[rank], made, sizeof made));
-        UPIPE_TRY(upipe_comm_start(c, c->team, k->list[rank], n));
-        if (round % k->ranks == rank) test_nap(0.001); /* the others read what start has left to the queue */
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
-        all_come(k, rank);
-        memset(k->send[rank], 0xdd, sizeof k->send[rank]);
+    upipe_ctx *c = &k->ctx;
+    const size_t bytes = QUEUED * WORDS * 4;
+    uint32_t made[QUEUED * WORDS];
+    upipe_status s = UPIPE_OK;
+    memset(&queues[k->rank], 0, sizeof queues[k->rank]);
+    k->ops.copy = queued_copy;
+    k->ops.sync = queued_sync;
+    for (int round = 0; round < 20 && s == UPIPE_OK; ++round) {
+        const int n = all_list(k, 1);
+        memcpy(made, k->send, bytes);
+        memset(k->send, 0xdd, bytes);
+        CHECK_INT(queued_copy(c, k->send, made, bytes), UPIPE_OK);
+        s = upipe_comm_start(c, c->team, k->list, n);
+        if (round % k->ranks == k->rank)
+            test_nap(0.001); /* the others read what start has left to the queue */
+        if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
+        if (s == UPIPE_OK) all_come(k, 1);
+        memset(k->send, 0xdd, bytes);
     }
-    return UPIPE_OK;
+    CHECK_INT(s, k->what == 0 ? UPIPE_OK : k->rank == k->victim ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED);
+    if (k->what > 0) CHECK_TEXT(c->err.text, "the stream burns");
+    CHECK_INT(c->team->quarantine, 0);
 }
 
 /* Syncs that fail: before a transfer, and behind the copies of one. */
 static void test_queued(void)
 {
     static const int failing[] = {0, 1, 2, 5, 8};
-    for (size_t i = 0; i < sizeof failing / sizeof *failing; ++i) {
-        crew *k = crew_begin(3, 60);
-        int backend = 0;
-        memset(queues, 0, sizeof queues);
-        k->ops.copy = queued_copy;
-        k->ops.sync = queued_sync;
-        k->what = failing[i];
-        k->victim = 1;
-        CHECK_INT(upipe_threads_run(&k->team, queued_body, k, k->status, NULL),
-                  failing[i] ? UPIPE_ERR_BACKEND : UPIPE_OK);
-        for (int r = 0; r < k->ranks && failing[i]; ++r) {
-            CHECK_INT(k->status[r], r == 1 ? UPIPE_ERR_BACKEND : UPIPE_ERR_ABORTED);
-            CHECK_TEXT(k->ctx[r].err.text, "the stream burns");
-            CHECK_INT(k->ctx[r].team->quarantine, 0);
-            backend += k->status[r] == UPIPE_ERR_BACKEND;
-        }
-        CHECK_INT(backend, failing[i] != 0);
-        crew_end(k);
-    }
+    for (size_t i = 0; i < sizeof failing / sizeof *failing; ++i)
+        run_ranks(&threads, queued, QUEUED, 60, 1, failing[i]);
 }
 
 /* ---- faults: a reader that is slow, and one that never ends ---- */
 
+static struct {
+    int inside, copies, let_go; /* atomic, of the copy entries below */
+} reader;
+
 static upipe_status slow_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    crew *k = (crew *)c->user;
-    if (__atomic_fetch_add(&k->copies, 1, __ATOMIC_SEQ_CST) > 0) return plain_copy(c, dst, src, bytes);
-    __atomic_store_n(&k->inside, 1, __ATOMIC_SEQ_CST);
-    until_broken(k);
-    for (int i = 0; i < 30; ++i) test_nap(0.001);
+    if (__atomic_fetch_add(&reader.copies, 1, __ATOMIC_SEQ_CST) > 0) return plain_copy(c, dst, src, bytes);
+    __atomic_store_n(&reader.inside, 1, __ATOMIC_SEQ_CST);
+    while (c->team->ops.failure(c->team) == NULL) test_nap(0.001);
+    test_nap(0.03);
     plain_copy(c, dst, src, bytes);
-    __atomic_store_n(&k->inside, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&reader.inside, 0, __ATOMIC_SEQ_CST);
     return UPIPE_OK;
 }
 
 static upipe_status stuck_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    crew *k = (crew *)c->user;
-    __atomic_fetch_add(&k->copies, 1, __ATOMIC_SEQ_CST);
-    while (!__atomic_load_n(&k->let_go, __ATOMIC_SEQ_CST)) test_nap(0.001);
+    __atomic_fetch_add(&reader.copies, 1, __ATOMIC_SEQ_CST);
+    while (!__atomic_load_n(&reader.let_go, __ATOMIC_SEQ_CST)) test_nap(0.001);
     return plain_copy(c, dst, src, bytes);
 }
 
 enum { STUCK = 1, TWO_MESSAGES = 2 };
 
 /* Rank 0 sends two blocks to rank 1, which is in no hurry. */
-static upipe_status slow_body(void *user, int rank)
+static void slow(member *k)
 {
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    upipe_ops mine = k->ops;
+    upipe_ctx *c = &k->ctx;
     upipe_msg list[2] = {0};
-    upipe_status s;
-    int stuck = k->what & STUCK, n = k->what & TWO_MESSAGES ? 2 : 1, i;
+    const int stuck = k->what & STUCK, n = k->what & TWO_MESSAGES ? 2 : 1;
     char sentence[96];
     snprintf(sentence, sizeof sentence, "rank %d waited 0.4 s in a transfer for rank %d to finish receiving",
              upi_comm_called(c->team, 0), upi_comm_called(c->team, 1));
-    line_up(k, rank, rank == 0 ? 0.4 : 60);
-    for (i = 0; i < n; ++i) {
-        list[i].peer = 1 - rank;
+    line_up(k, k->rank == 0 ? 0.4 : 60);
+    for (int i = 0; i < n; ++i) {
+        list[i].peer = 1 - k->rank;
         list[i].count = 2 / n;
-        if (rank == 0) {
-            list[i].send = k->send[0][1] + 4 * i;
+        if (k->rank == 0) {
+            list[i].send = k->send + 4 * i;
             list[i].send_bytes = list[i].send_stride = 16;
         } else {
-            list[i].recv = k->recv[1][0] + 4 * i;
+            list[i].recv = k->recv + 4 * i;
             list[i].recv_bytes = list[i].recv_stride = 16;
         }
     }
-    if (rank == 1) {
-        mine.copy = stuck ? stuck_copy : slow_copy;
-        c->ops = &mine;
-    }
+    if (k->rank == 1) k->ops.copy = stuck ? stuck_copy : slow_copy;
     CHECK_STATUS(upipe_comm_start(c, c->team, list, n), UPIPE_OK, c->err);
-    s = upipe_comm_wait(c, c->team);
-    CHECK_REFUSED(s, rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err, sentence);
-    CHECK_INT(c->team->quarantine, rank == 0 && stuck);
-    CHECK_INT(__atomic_load_n(&k->copies, __ATOMIC_SEQ_CST), 1); /* no block was begun after the failure */
-    if (rank == 0) {
-        CHECK_INT(__atomic_load_n(&k->inside, __ATOMIC_SEQ_CST), 0);
-        if (!stuck) memset(k->send[0][1], 0xdd, sizeof k->send[0][1]); /* free again: nobody reads */
-        memset(list, 0xdd, sizeof list);                               /* so is the list, in either case */
-        __atomic_store_n(&k->let_go, 1, __ATOMIC_SEQ_CST);
+    CHECK_REFUSED(upipe_comm_wait(c, c->team), k->rank == 0 ? UPIPE_ERR_TIMEOUT : UPIPE_ERR_ABORTED, c->err,
+                  sentence);
+    CHECK_INT(c->team->quarantine, k->rank == 0 && stuck);
+    CHECK_INT(__atomic_load_n(&reader.copies, __ATOMIC_SEQ_CST),
+              1); /* no block was begun after the failure */
+    if (k->rank == 0) {
+        CHECK_INT(__atomic_load_n(&reader.inside, __ATOMIC_SEQ_CST), 0);
+        if (!stuck) memset(k->send, 0xdd, 32); /* free again: nobody reads */
+        memset(list, 0xdd, sizeof list);       /* so is the list, in either case */
+        __atomic_store_n(&reader.let_go, 1, __ATOMIC_SEQ_CST);
     }
-    check_dead(k, rank);
-    c->ops = &k->ops;
-    return s;
+    check_dead(k);
+}
+
+static upipe_status slow_part(int rank)
+{
+    member *k = part_member(TEAM, rank);
+    k->what = the_parts.what;
+    if (rank >= 2) slow(k);
+    return UPIPE_OK;
 }
 
 /* With two messages the two ranks are the last of a world of four. */
 static void test_slow(void)
 {
     for (int what = 0; what <= (STUCK | TWO_MESSAGES); ++what) {
-        crew *k = crew_begin(2, 60);
-        upipe_threads world = {0};
-        upipe_err e;
-        k->what = what;
-        if (what & TWO_MESSAGES) {
-            CHECK_STATUS(upipe_threads_init(&world, 4, 60, &e), UPIPE_OK, e);
-            for (int r = 0; r < 2; ++r)
-                upipe_comm_part(k->ctx[r].team, upipe_threads_comm(&world, 2 + r), 2, 1);
-        }
-        CHECK_INT(upipe_threads_run(&k->team, slow_body, k, k->status, NULL), UPIPE_ERR_TIMEOUT);
-        CHECK_INT(k->status[1], UPIPE_ERR_ABORTED);
-        upipe_threads_free(&k->team); /* before its world */
-        upipe_threads_free(&world);
-        crew_end(k);
+        memset(&reader, 0, sizeof reader);
+        if (what & TWO_MESSAGES)
+            run_parts(&threads, slow_part, what, -1);
+        else
+            run_ranks(&threads, slow, 2, 60, -1, what);
     }
 }
 
 /* ---- arguments, resources ---- */
 
-static upipe_status argument_body(void *user, int rank)
-{
-    crew *k = (crew *)user;
-    upipe_ctx *c = &k->ctx[rank];
-    upipe_msg bad;
-    const upi_fields fields = fields_of("tokens", 1);
-    int64_t mine[UPIPE_ALL_GATHER_MAX + 1] = {0}, *all = c->team->gathered;
-    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_ARG, c->err);
-    bad = (upipe_msg){.peer = k->ranks, .count = 1};
-    CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
-    bad.peer = -1;
-    CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
-    bad.peer = 0;
-    bad.count = 0;
-    CHECK_STATUS(upipe_comm_start(c, c->team, &bad, 1), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, mine, UPIPE_ALL_GATHER_MAX + 1), UPIPE_ERR_ARG,
-                 c->err);
-    CHECK_STATUS(upipe_comm_all_gather(c, c->team, all, mine, -1), UPIPE_ERR_ARG, c->err);
-
-    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], all_list(k, rank)), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], k->ranks), UPIPE_ERR_ARG, c->err);
-    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_ERR_ARG, c->err); /* nothing in between */
-    CHECK_STATUS(upi_agree(c, c->team, &fields), UPIPE_ERR_ARG, c->err);
-    CHECK_REFUSED(shift_start(c, c->team, mine, all, 8, 1), UPIPE_ERR_ARG, c->err,
-                  "upipe_comm_wait comes first");
-    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err); /* none of this has hurt the team */
-    all_come(k, rank);
-    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[rank], 0), UPIPE_OK,
-                 c->err); /* nothing to say is legal */
-    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
-    return UPIPE_OK;
-}
-
 static void test_arguments(void)
 {
-    upipe_threads team;
+    upipe_threads none;
     upipe_err e;
-    crew_test(2, 20, argument_body, 0, 0);
-    CHECK_STATUS(upipe_threads_init(&team, 0, 0, &e), UPIPE_ERR_ARG, e);
-    CHECK_STATUS(upipe_threads_init(&team, -1, 0, &e), UPIPE_ERR_ARG, e);
-    CHECK_REFUSED(upipe_threads_init(&team, UPIPE_THREADS_MAX + 1, 0, &e), UPIPE_ERR_ARG, e, "257");
-    CHECK_STATUS(upipe_threads_init(&team, 2, -1, &e), UPIPE_ERR_ARG, e);
-    CHECK_STATUS(upipe_threads_init(&team, 2, NAN, &e), UPIPE_ERR_ARG, e);
-    upipe_threads_free(&team); /* a failed init leaves nothing, and free may be called all the same */
+    CHECK_STATUS(upipe_threads_init(&none, 0, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_threads_init(&none, -1, 0, &e), UPIPE_ERR_ARG, e);
+    CHECK_REFUSED(upipe_threads_init(&none, UPIPE_THREADS_MAX + 1, 0, &e), UPIPE_ERR_ARG, e, "257");
+    CHECK_STATUS(upipe_threads_init(&none, 2, -1, &e), UPIPE_ERR_ARG, e);
+    CHECK_STATUS(upipe_threads_init(&none, 2, NAN, &e), UPIPE_ERR_ARG, e);
+    upipe_threads_free(&none); /* a failed init leaves nothing, and free may be called all the same */
     CHECK_INT(alive, 0);
 }
 
-/* A team of one whose rank disagrees with itself, and one whose patience is nil. */
-static void test_alone(void)
-{
-    crew *k = crew_begin(1, 20);
-    upipe_ctx *c = &k->ctx[0];
-    c->team->deadline = 0;
-    CHECK_STATUS(all_to_all(k, 0), UPIPE_OK, c->err);
-    CHECK_INT(c->team->sent_bytes, 0);
-    CHECK_INT(c->team->moved_bytes, 0);
-    all_list(k, 0);
-    k->list[0][0].recv_bytes = 4;
-    CHECK_STATUS(upipe_comm_start(c, c->team, k->list[0], 1), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_ERR_MISMATCH, c->err);
-    check_dead(k, 0);
-    crew_end(k);
-
-    k = crew_begin(2, 20);
-    c = &k->ctx[1];
-    c->team->deadline = 0;
-    CHECK_REFUSED(upipe_comm_barrier(c, c->team), UPIPE_ERR_TIMEOUT, c->err, "for rank 0 to come");
-    check_dead(k, 1);
-    check_dead(k, 0);
-    crew_end(k);
-}
-
+/* Each thing that init or run asks for fails in turn: nothing is left. */
 static void test_resources(void)
 {
-    upipe_threads team;
+    enum { RANKS = 3 };
+    own_run o = {.victim = -1};
+    upipe_status status[RANKS];
+    upipe_ctx c = {0};
     upipe_err e;
-    int ranks = 3;
-    for (int at = 1; at <= 2 + 2 * ranks; ++at) { /* one allocation, the team's lock, two things a rank */
-        calls = 0;
+    for (int at = 1; at <= 2 + 2 * RANKS; ++at) { /* one allocation, the team's lock, two things a rank */
+        calls_made = 0;
         fail_at = at;
-        CHECK_STATUS(upipe_threads_init(&team, ranks, 0, &e), at == 1 ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND,
-                     e);
+        CHECK_STATUS(upipe_threads_init(&o.team, RANKS, 0, &e),
+                     at == 1 ? UPIPE_ERR_MEMORY : UPIPE_ERR_BACKEND, e);
         CHECK_INT(alive, 0);
-        upipe_threads_free(&team);
+        upipe_threads_free(&o.team);
         CHECK_INT(alive, 0);
     }
-    for (int at = 1; at <= ranks; ++at) { /* the thread of rank at - 1 cannot start */
-        crew *k = crew_begin(ranks, 60);
-        calls = 0;
-        fail_at = at;
-        CHECK_REFUSED(upipe_threads_run(&k->team, meet_body, k, k->status, &e), UPIPE_ERR_BACKEND, e,
-                      "did not start: Resource temporarily unavailable");
-        for (int r = 0; r < ranks; ++r)
-            CHECK_INT(k->status[r], r < at - 1 ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND);
-        CHECK_TEXT(k->team.failure.text, "did not start: Resource temporarily unavailable");
-        check_dead(k, 0);
+    for (int at = 1; at <= RANKS; ++at) { /* the thread of rank at - 1 cannot start */
         fail_at = 0;
-        crew_end(k);
+        CHECK_STATUS(upipe_threads_init(&o.team, RANKS, 60, &e), UPIPE_OK, e);
+        calls_made = 0;
+        fail_at = at;
+        CHECK_REFUSED(upipe_threads_run(&o.team, own_body, &o, status, &e), UPIPE_ERR_BACKEND, e,
+                      "did not start: Resource temporarily unavailable");
+        for (int r = 0; r < RANKS; ++r)
+            CHECK_INT(status[r], r < at - 1 ? UPIPE_ERR_ABORTED : UPIPE_ERR_BACKEND);
+        c.team = upipe_threads_comm(&o.team, 0);
+        CHECK_TEXT(o.team.failure.text, "did not start: Resource temporarily unavailable");
+        check_dead_calls(&c, o.team.failure.text);
+        upipe_threads_free(&o.team);
+        CHECK_INT(alive, 0);
     }
     fail_at = 0;
 }
@@ -1165,74 +575,6 @@ static void test_parts(void)
     CHECK(world.part == NULL && upi_comm_world(&of[0]) == &of[0]);
 }
 
-static const upipe_grid two_by_two = {.ranks = 4, .in_team = 2, .in_ring = 2};
-
-/* Ranks of a part that disagree are named as the job calls them, over whole numbers and real ones. Of four ranks 2 and 3 are
- * a team, 1 and 3 a ring. */
-static upipe_status named_body(void *user, int rank)
-{
-    upipe_threads_grid *g = (upipe_threads_grid *)user;
-    const upipe_ops ops = {0};
-    for (int kind = 0; kind < 4; ++kind) {
-        const int real = kind % 2, in_ring = kind / 2, other = in_ring ? 1 : 2;
-        upi_fields f = real ? fields_of_real(rank + 0.5, 32, "chunk", 1) : fields_of("tokens", rank);
-        upipe_ctx c = {.ops = &ops};
-        char words[96];
-        if (rank != other && rank != 3) continue;
-        snprintf(words, sizeof words, "tokens is %d%s on rank %d and 3%s on rank 3", other, real ? ".5" : "",
-                 other, real ? ".5" : "");
-        upipe_threads_grid_use(&g[kind], rank, &c);
-        CHECK_REFUSED(upi_agree(&c, in_ring ? c.ring : c.team, &f), UPIPE_ERR_MISMATCH, c.err, words);
-    }
-    return UPIPE_OK;
-}
-
-static void test_named(void)
-{
-    upipe_threads_grid g[4];
-    upipe_err e;
-    for (int kind = 0; kind < 4; ++kind)
-        CHECK_STATUS(upipe_threads_grid_init(&g[kind], &two_by_two, 20, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_threads_run(&g[0].world, named_body, g, NULL, &e), UPIPE_OK, e);
-    for (int kind = 0; kind < 4; ++kind) upipe_threads_grid_free(&g[kind]);
-}
-
-typedef struct lost_grid {
-    upipe_threads_grid grid;
-    upipe_threads side;
-    int victim, in_side;
-} lost_grid;
-
-static upipe_status lost_body(void *user, int rank)
-{
-    lost_grid *g = (lost_grid *)user;
-    const upipe_ops ops = {0};
-    upipe_ctx c;
-    upipe_threads_grid_use(&g->grid, rank, &c);
-    lost_run(&(lost_rank){.world = upipe_threads_comm(&g->grid.world, rank),
-                          .team = c.team,
-                          .ring = c.ring,
-                          .side = upipe_threads_comm(&g->side, rank),
-                          .ops = &ops,
-                          .rank = rank,
-                          .victim = g->victim,
-                          .in_side = g->in_side});
-    return UPIPE_OK;
-}
-
-static void test_lost(int victim, int in_side)
-{
-    lost_grid g = {.victim = victim, .in_side = in_side};
-    upipe_err e;
-    CHECK_STATUS(upipe_threads_grid_init(&g.grid, &two_by_two, 20, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_threads_init(&g.side, 4, 20, &e), UPIPE_OK, e);
-    for (int r = 0; r < 4; ++r)
-        upipe_comm_part(upipe_threads_comm(&g.side, r), upipe_threads_comm(&g.grid.world, r), 0, 1);
-    CHECK_STATUS(upipe_threads_run(&g.grid.world, lost_body, &g, NULL, &e), UPIPE_OK, e);
-    upipe_threads_free(&g.side);
-    upipe_threads_grid_free(&g.grid);
-}
-
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -1240,25 +582,16 @@ int main(int argc, char **argv)
     TEST(test_self_copy());
     TEST(test_null());
     TEST(test_dry());
-    TEST(test_shift());
-    TEST(test_meet());
-    TEST(test_random());
-    TEST(test_agree());
-    TEST(test_alternate());
-    TEST(test_absent());
-    TEST(test_patient());
-    TEST(test_deserted());
-    TEST(test_abort_call());
-    TEST(test_abort_outside());
-    TEST(test_odd());
-    TEST(test_bystander());
+    TEST(test_parts());
+    conform(&threads, 1);
+    TEST_OF("calls", run_ranks(&threads, calls, RANKS_MAX, 0, -1, 0));
+    TEST(test_run());
+    TEST_OF("deserted", run_ranks(&threads, deserted, 12, 20, -1, 0));
+    TEST_OF("alone", run_ranks(&threads, alone, 1, 20, -1, 0));
+    TEST_OF("impatient", run_ranks(&threads, impatient, 2, 20, -1, 0));
     TEST(test_queued());
     TEST(test_slow());
     TEST(test_arguments());
-    TEST(test_alone());
     TEST(test_resources());
-    TEST(test_parts());
-    TEST(test_named());
-    for (int i = 0; i < 2; ++i) TEST(test_lost(3 * i, i));
     return test_end("comm");
 }

@@ -85,34 +85,6 @@ static inline upipe_status shift_start(upipe_ctx *c, upipe_comm *comm, void *dst
     return upipe_comm_start(c, comm, comm->list, 2);
 }
 
-enum { SHIFT_WORDS = 8, SHIFTS = 6 };
-
-/* Shifts of several distances, whose words go through put and come through get, where the table has a device's memory:
- * NULL where it has the host's. `words` holds two rows of SHIFT_WORDS there. Adds up what is sent to others. */
-static inline upipe_status shift_all(upipe_ctx *c, uint32_t *words, void *user,
-                                     void (*put)(void *user, void *device, const void *host, size_t bytes),
-                                     void (*get)(void *user, void *host, const void *device, size_t bytes),
-                                     int64_t *sent)
-{
-    static const int steps[SHIFTS] = {-1, 0, 1, 2, 7, -6};
-    const int rank = c->team->rank, ranks = c->team->ranks;
-    for (int i = 0; i < SHIFTS; ++i) {
-        uint32_t from[SHIFT_WORDS], to[SHIFT_WORDS];
-        int forth = ((rank + steps[i]) % ranks + ranks) % ranks;
-        int back = ((rank - steps[i]) % ranks + ranks) % ranks;
-        for (int w = 0; w < SHIFT_WORDS; ++w) from[w] = word_of(rank, forth, w + i);
-        memset(to, 0xee, sizeof to);
-        if (put != NULL) put(user, words, from, sizeof from);
-        UPIPE_TRY(shift_start(c, c->team, put != NULL ? words + SHIFT_WORDS : to, put != NULL ? words : from,
-                              sizeof to, steps[i]));
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
-        if (get != NULL) get(user, to, words + SHIFT_WORDS, sizeof to);
-        for (int w = 0; w < SHIFT_WORDS; ++w) CHECK_INT(to[w], word_of(back, rank, w + i));
-        if (forth != rank) *sent += (int64_t)sizeof from;
-    }
-    return UPIPE_OK;
-}
-
 /* ---- numbers from every rank ---- */
 
 /* Gathers some, none, or as many as there may be. */
@@ -184,15 +156,15 @@ typedef struct lists {
 } lists;
 
 /* Part `index` of what `source` sends to `dest`: the same on both sides. In words. */
-typedef struct part {
+typedef struct list_part {
     int64_t count;
     int words, send_stride, recv_stride;
-} part;
+} list_part;
 
-static inline part part_of(const lists *t, int source, int dest, int index)
+static inline list_part part_of(const lists *t, int source, int dest, int index)
 {
     test_rng rng;
-    part p;
+    list_part p;
     rng.state =
         t->seed ^ (uint64_t)t->round << 40 ^ (uint64_t)source << 24 ^ (uint64_t)dest << 8 ^ (uint64_t)index;
     test_u64(&rng);
@@ -243,7 +215,7 @@ static inline int lists_next(lists *t, upipe_msg *list, uint32_t *fill, const ui
         const int peer = (t->first + p / 2) % t->ranks, sending = p % 2 == sends_first;
         const int from = sending ? t->rank : peer, to = sending ? peer : t->rank;
         for (int i = 0; i < parts_of(t, from, to); ++i) {
-            const part q = part_of(t, from, to, i);
+            const list_part q = part_of(t, from, to, i);
             upipe_msg *msg = &list[n++];
             *msg = (upipe_msg){.peer = peer, .count = q.count};
             if (sending) {
@@ -274,7 +246,7 @@ static inline void lists_check(const lists *t, const uint32_t *recv)
     for (int p = 0; p < t->ranks; ++p) {
         const int peer = (t->first + p) % t->ranks;
         for (int i = 0; i < parts_of(t, peer, t->rank); ++i, recv += part_place(t)) {
-            const part q = part_of(t, peer, t->rank, i);
+            const list_part q = part_of(t, peer, t->rank, i);
             int wrong = 0;
             for (int b = 0; b < q.count; ++b)
                 for (int w = 0; w < q.recv_stride; ++w)

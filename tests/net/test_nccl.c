@@ -1,9 +1,8 @@
-/* test_nccl.c -- the transport over NCCL: ranks that are threads, each with a device and a stream of its own
+/* test_nccl.c -- the transport over NCCL: the properties of conformance.h, and what streams alone have
  *
- * Runs on tests/fake, whose streams are lazy and whose communicators fail when told to. Exact data: every
- * element names where it comes from and where it must land. Faults: a rank stays away, aborts or disagrees,
- * and each call to NCCL and CUDA fails in turn, once or for good. Every rank must get a status in time, and
- * nothing may be left behind.
+ * Runs on tests/fake, whose streams are lazy and whose communicators fail when told to. Ranks are threads, each with a
+ * device and a stream of its own. Each call to NCCL and CUDA fails in turn, once or for good: every rank must get a
+ * status in time, and nothing may be left behind.
  */
 #define _POSIX_C_SOURCE 200809L
 #include "fake/fake_pool.h"
@@ -12,306 +11,484 @@
 #include "upipe/cuda/upipe_cuda_device.h"
 #include "upipe/upipe_comm.h"
 
-#include "ranks.h"
+#include "fake.h"
 
-/* One block, three times: no rows of a matrix. */
-static upipe_status repeat_body(rank_buf *k)
+#include "conformance.h"
+
+/* ---- the row ---- */
+
+enum { NCCL_RANKS = 8, SLAB = 1 << 20 };
+
+/* A rank's end. The host's part (device, streams, memory, communicator) is made and ended without faults. */
+typedef struct device_end {
+    cudaStream_t stream, other;
+    ncclComm_t nccl; /* the host's */
+    upipe_nccl team;
+    void *memory[8];
+    int memories;
+} device_end;
+
+static device_end ends[NCCL_RANKS];
+
+/* How teams are made: wait orders the stream of the rank, and no more; transfers are groups. */
+static int blocking, ahead, grouped;
+static ncclUniqueId first, more; /* of the team, and of another communicator of its ranks */
+
+static struct {
+    long at;          /* that call of the rank fails; 0: none */
+    int rank, sticky; /* sticky: and all later ones of every rank */
+    long calls;       /* that the rank has made in the run */
+    char failed[64];  /* the call that failed; empty: none */
+} fault;
+
+#define OK(call) CHECK_SAY((call) == cudaSuccess, "%s", #call)
+
+static upipe_status device_check(upipe_ctx *c, cudaError_t r, const char *what)
 {
-    uint32_t host[3 * WORDS];
-    upipe_ctx *c = &k->ctx;
-    int next = (k->rank + 1) % k->ranks, back = (k->rank + k->ranks - 1) % k->ranks, i, wrong = 0;
-    for (i = 0; i < WORDS; ++i) host[i] = word_of(k->rank, next, i);
-    put(k, k->send, host, WORDS * 4);
-    memset(k->list, 0, sizeof k->list);
-    k->list[0].peer = next;
-    k->list[0].send = k->send;
-    k->list[0].send_bytes = WORDS * 4;
-    k->list[1].peer = back;
-    k->list[1].recv = k->recv;
-    k->list[1].recv_bytes = k->list[1].recv_stride = WORDS * 4;
-    k->list[0].count = k->list[1].count = 3;
-    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, 2));
-    UPIPE_TRY(upipe_comm_wait(c, c->team));
-    get(k, host, k->recv, sizeof host);
-    for (i = 0; i < 3 * WORDS; ++i) wrong += host[i] != word_of(back, k->rank, i % WORDS);
-    CHECK_INT(wrong, 0);
-    return UPIPE_OK;
+    if (r == cudaSuccess) return UPIPE_OK;
+    (void)cudaGetLastError();
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "%s: %s", what, cudaGetErrorString(r));
 }
 
-/* Slices of `n` words, gathered in place and from elsewhere. */
-static upipe_status slices(rank_buf *k, int n)
+static upipe_status device_copy(upipe_ctx *c, void *dst, const void *src, size_t bytes)
 {
-    uint32_t host[RANKS_MAX * WORDS];
-    upipe_ctx *c = &k->ctx;
-    const int64_t before = c->team->sent_bytes, moved = c->team->moved_bytes;
-    const size_t bytes = (size_t)n * 4;
-    int64_t first, mine = upipe_reduce_slice(n, k->rank, k->ranks, &first);
-    for (int apart = 0; apart < 2; ++apart) {
-        uint32_t *own = apart ? k->send : k->recv + first;
-        int wrong = 0;
-        memset(host, 0xee, bytes);
-        put(k, k->recv, host, bytes);
-        for (int i = 0; i < mine; ++i) host[i] = word_of(k->rank, apart, i);
-        put(k, own, host, (size_t)mine * 4);
-        UPIPE_TRY(upi_slices_gather(c, c->team, k->recv, own, n, 4));
-        UPIPE_TRY(upi_comm_settle(c));
-        get(k, host, k->recv, bytes);
-        for (int r = 0; r < k->ranks; ++r) {
-            const int64_t theirs = upipe_reduce_slice(n, r, k->ranks, &first);
-            for (int i = 0; i < theirs; ++i) wrong += host[first + i] != word_of(r, apart, i);
-        }
-        CHECK_INT(wrong, 0);
-    }
-    CHECK_INT(c->team->sent_bytes - before, 2 * (k->ranks - 1) * mine * 4);
-    CHECK_INT(c->team->moved_bytes - moved, 2 * (n - mine) * 4);
-    return UPIPE_OK;
+    return device_check(c, cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, (cudaStream_t)c->stream),
+                        "cudaMemcpyAsync");
 }
 
-static upipe_status slices_body(rank_buf *k)
+/* As a compute table's: a stream that a transfer holds up is waited for within the deadline. */
+static upipe_status device_sync(upipe_ctx *c)
 {
-    return slices(k, k->ranks * WORDS);
+    UPIPE_TRY(upi_comm_settle(c));
+    return device_check(c, cudaStreamSynchronize((cudaStream_t)c->stream), "cudaStreamSynchronize");
 }
 
-static upipe_status odd_slices_body(rank_buf *k)
+static device_end *end_of(const member *k)
 {
-    return slices(k, k->ranks * WORDS - 1);
+    return (device_end *)k->own;
 }
 
-/* ---- faults ---- */
-
-static upipe_status absent_body(rank_buf *k)
+/* Where wait returns when the transfer is complete on the device, another stream may read what has come and write over what
+ * was sent. */
+static cudaStream_t host_stream(const member *k)
 {
-    upipe_ctx *c = &k->ctx;
+    return ahead ? end_of(k)->stream : end_of(k)->other;
+}
+
+static void nccl_put(member *k, void *device, const void *host, size_t bytes)
+{
+    OK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, host_stream(k)));
+    if (!ahead) OK(cudaStreamSynchronize(host_stream(k)));
+}
+
+static void nccl_get(member *k, void *host, const void *device, size_t bytes)
+{
+    OK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, host_stream(k)));
+    OK(cudaStreamSynchronize(host_stream(k)));
+}
+
+static void *nccl_memory(member *k, size_t bytes)
+{
+    device_end *d = end_of(k);
+    void **out = &d->memory[d->memories++];
+    CHECK(d->memories <= 8);
+    OK(cudaMalloc(out, bytes));
+    return *out;
+}
+
+static void nccl_open(crew *all)
+{
+    (void)all;
+    CHECK(ncclGetUniqueId(&first) == ncclSuccess);
+    CHECK(ncclGetUniqueId(&more) == ncclSuccess);
+}
+
+/* The host's communicator of one of the two. */
+static ncclComm_t host_comm(const member *k, ncclUniqueId of)
+{
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t nccl;
+    ncclResult_t r;
+    config.blocking = blocking;
+    r = ncclCommInitRankConfig(&nccl, k->ranks, of, k->rank, &config);
+    CHECK(r == ncclSuccess || (!blocking && r == ncclInProgress));
+    return nccl;
+}
+
+static void nccl_begin(member *k)
+{
+    device_end *d = &ends[k->rank];
+    *d = (device_end){0};
+    k->own = d;
+    fake_rank(k->rank);
+    OK(cudaSetDevice(k->rank));
+    OK(cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking));
+    OK(cudaStreamCreateWithFlags(&d->other, cudaStreamNonBlocking));
+    d->nccl = host_comm(k, first);
+    k->ops.copy = device_copy;
+    k->ops.sync = device_sync;
+    k->ctx.stream = d->stream;
+}
+
+/* Faults begin before it. Where it fails there is nothing to free. */
+static upipe_status nccl_join(member *k)
+{
+    device_end *d = end_of(k);
     upipe_status s;
-    UPIPE_TRY(all_to_all(k, 1));
-    UPIPE_TRY(upipe_comm_barrier(c, c->team));
-    c->team->deadline = 0.2;
-    if (k->rank == k->crew->victim) {
-        test_nap(0.5);
-        c->team->deadline = 10;
-        s = call(k, k->crew->what); /* all others have gone */
-        CHECK_REFUSED(s, UPIPE_ERR_ABORTED, c->err, "has aborted");
-    } else {
-        s = call(k, k->crew->what);
-        /* one is first, and the others may learn of it before their own deadline */
-        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-        if (s == UPIPE_ERR_TIMEOUT) CHECK_TEXT(c->err.text, "waited 0.2 s in ");
-        /* one that comes when another has given up already has nothing in flight */
-        if (s == UPIPE_ERR_TIMEOUT) CHECK_INT(c->team->quarantine, k->crew->what == AT_TRANSFER);
+    meet(k);
+    if (k->rank == 0) fake_fail_at(fault.at, fault.rank, fault.sticky);
+    meet(k);
+    s = upipe_nccl_init(&d->team, d->nccl, k->all->deadline, &k->ctx.err);
+    if (s != UPIPE_OK) { /* the host's to end */
+        CHECK(d->team.buf == NULL && d->team.row == NULL && d->team.rows == NULL);
+        (void)ncclCommAbort(d->nccl);
+        d->nccl = NULL;
     }
-    check_dead(k);
+    CHECK(s != UPIPE_OK || d->team.ahead); /* the default */
+    d->team.grouped = grouped;
+    d->team.ahead = ahead;
+    k->ctx.team = &d->team.comm;
     return s;
 }
 
-enum { UP_FRONT, BETWEEN, ABORTS };
-
-static upipe_status abort_body(rank_buf *k)
+static upipe_status nccl_leave(member *k)
 {
-    upipe_ctx *c = &k->ctx;
+    device_end *d = end_of(k);
+    const int failed = upi_nccl_failure(&d->team.comm) != NULL;
     upipe_status s;
-    UPIPE_TRY(all_to_all(k, 1));
-    if (k->rank == k->crew->victim) {
-        if (k->crew->what == BETWEEN)
-            CHECK_STATUS(upipe_comm_start(c, c->team, k->list, k->ranks), UPIPE_OK, c->err);
-        upipe_comm_abort(c->team, "the host has had enough");
-        upipe_comm_abort(c->team, "and says it again");
-        s = k->crew->what == BETWEEN ? upipe_comm_wait(c, c->team) : upipe_comm_barrier(c, c->team);
-        CHECK_REFUSED(s, UPIPE_ERR_ABORTED, c->err, "had enough");
-        /* BETWEEN: unless the transfer has ended meanwhile */
-        if (k->crew->what != BETWEEN) CHECK_INT(c->team->quarantine, 0);
-    } else {
-        s = all_to_all(k, 1);
-        if (s == UPIPE_OK && k->crew->what == BETWEEN) s = all_to_all(k, 1); /* its part was under way */
-        CHECK_REFUSED(s, UPIPE_ERR_ABORTED, c->err, "has aborted");
-    }
-    check_dead(k);
+    CHECK(d->team.nccl == (failed ? NULL : d->nccl));
+    s = upipe_nccl_free(&d->team, &k->ctx.err);
+    d->nccl = d->team.nccl; /* NULL: a failure has freed it, perhaps one that free has found */
     return s;
 }
 
-enum { KIND, COUNT, DRIFT, FIELD, ITSELF, MISMATCHES };
-
-static upipe_status mismatch_body(rank_buf *k)
+/* Faults end before it. */
+static void nccl_end(member *k)
 {
-    static const char *const words[] = {"in a", "gathers 2", "is in its", "heads is", "does not receive"};
+    device_end *d = end_of(k);
+    meet(k);
+    if (k->rank == 0) {
+        fault.calls = fake_calls(fault.rank);
+        snprintf(fault.failed, sizeof fault.failed, "%s", fake_failed() != NULL ? fake_failed() : "");
+        fake_fail_at(0, -1, FAKE_ONCE);
+    }
+    meet(k);
+    if (d->nccl != NULL) CHECK(ncclCommAbort(d->nccl) == ncclSuccess);
+    while (d->memories > 0) (void)cudaFree(d->memory[--d->memories]);
+    (void)cudaStreamDestroy(d->other);
+    (void)cudaStreamDestroy(d->stream);
+}
+
+static void nccl_clean(void)
+{
+    CHECK(fake_check_clean());
+}
+
+static const int teams[] = {1, 2, 3, 8, 0}, crews[] = {3, 0};
+
+/* NCCL does not compare what ranks request, does not know who is missing, and tells the others no reason. */
+static transport over_nccl = {
+    .name = "nccl",
+    .can = ENDS_ALONE | EXPOSED,
+    .teams = teams,
+    .crews = crews,
+    .victims = 3,
+    .most = 3,
+    .longest = 150,
+    .rounds = 12,
+    .draws_a_round = 1000,
+    .large = 1000,
+    .late = WORDS,
+    .open = nccl_open,
+    .begin = nccl_begin,
+    .join = nccl_join,
+    .leave = nccl_leave,
+    .end = nccl_end,
+    .clean = nccl_clean,
+    .each = each_thread,
+    .sum = threads_sum,
+    .memory = nccl_memory,
+    .put = nccl_put,
+    .get = nccl_get,
+};
+
+/* ---- a stream that does not go on ---- */
+
+/* From here on the rank's stream waits, for a message that nobody sends. */
+static void stall(member *k, ncclComm_t two[2])
+{
+    const int devices[2] = {k->rank, NCCL_RANKS + k->rank};
+    CHECK(ncclCommInitAll(two, 2, devices) == ncclSuccess);
+    CHECK(ncclRecv(k->send + 64, 4, ncclInt8, 1, two[0], end_of(k)->stream) == ncclSuccess);
+}
+
+/* It goes on. */
+static void stall_end(ncclComm_t two[2])
+{
+    CHECK(ncclCommAbort(two[0]) == ncclSuccess);
+    CHECK(ncclCommAbort(two[1]) == ncclSuccess);
+}
+
+/* ---- a call that fails ---- */
+
+/* A bit of everything, for a fault at any call of it. */
+static upipe_status every_call(member *k)
+{
     upipe_ctx *c = &k->ctx;
-    int64_t mine[2] = {1, 2}, all[2 * RANKS_MAX];
-    int odd = k->rank == k->crew->victim, what = k->crew->what;
-    const upi_fields fields = fields_of("heads", 32 + odd);
-    upipe_msg own;
-    upipe_status s;
-    UPIPE_TRY(all_to_all(k, 1));
-    own = (upipe_msg){
-        .peer = k->rank, .count = 1, .send = k->send, .recv = k->recv, .send_bytes = 4, .recv_bytes = 8};
-    if (what == DRIFT && odd) { /* one transfer with nobody too many */
-        UPIPE_TRY(upipe_comm_start(c, c->team, k->list, 0));
+    const upi_fields fields = fields_of("heads", 32);
+    UPIPE_TRY(upi_agree(c, c->team, &fields));
+    for (int distance = 1; distance >= 0; --distance) {
+        UPIPE_TRY(shift_start(c, c->team, k->recv, k->send, 64, distance));
         UPIPE_TRY(upipe_comm_wait(c, c->team));
     }
-    if (what == ITSELF) {
-        if (odd) {
-            s = upipe_comm_start(c, c->team, &own, 1);
-        } else { /* hears of it */
-            s = upipe_comm_barrier(c, c->team);
-            CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
-            check_dead(k);
-            return s;
-        }
-    } else if (what == KIND && odd) {
-        s = upipe_comm_barrier(c, c->team);
-    } else if (what == FIELD) {
-        s = upi_agree(c, c->team, &fields);
-    } else {
-        s = upipe_comm_all_gather(c, c->team, all, mine, what == COUNT && odd ? 2 : 1);
+    for (int p = 0; p < k->ranks; ++p) {
+        upipe_msg *s = &k->list[p];
+        *s = (upipe_msg){.peer = p, .count = 1, .send_bytes = 4, .recv_bytes = 4};
+        s->send = k->send + p;
+        s->recv = k->recv + 2 * p;
     }
-    CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, words[what]);
+    UPIPE_TRY(upipe_comm_start(c, c->team, k->list, k->ranks));
+    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    UPIPE_TRY(upi_slices_gather(c, c->team, k->recv, k->send, k->ranks * WORDS, 4));
+    return upipe_comm_barrier(c, c->team);
+}
+
+static void every_body(member *k)
+{
+    k->status = every_call(k);
+    if (k->status == UPIPE_OK) return;
+    CHECK_INT(k->ctx.err.status, k->status);
+    CHECK(k->ctx.err.text[0] != 0);
     check_dead(k);
-    return s;
+}
+
+/* What a failed call may give: it may go unneeded. */
+static int may_fail_with(upipe_status s)
+{
+    return s == UPIPE_OK || s == UPIPE_ERR_BACKEND || s == UPIPE_ERR_MEMORY;
+}
+
+enum { FAULTY = 3 }; /* ranks */
+
+static void run_faulty(long at, int sticky, double deadline)
+{
+    const double began = test_seconds();
+    fault.at = at;
+    fault.rank = 1;
+    fault.sticky = sticky;
+    the_crew =
+        (crew){.t = &over_nccl, .body = every_body, .ranks = FAULTY, .deadline = deadline, .may_fail = 1};
+    crew_run(&the_crew);
+    fault.at = 0;
+    CHECK(test_seconds() - began < 15);
+}
+
+/* Calls of one rank fail in turn, some sixty of them, init's too, other ones with other seeds; sticky: and all later
+ * ones of every rank. A run makes more than `least`. */
+static void test_injected(int sticky, long least)
+{
+    const member *victim = &the_crew.member[1];
+    long apart, calls_made;
+    run_faulty(0, FAKE_ONCE, 20);
+    calls_made = fault.calls;
+    CHECK(calls_made > least);
+    apart = calls_made / 60 + 1; /* most are polls, more of them on a slow machine */
+    for (long i = 1 + (test_env("UPIPE_SEED", 1) + (long)over_nccl.seed) % apart; i <= calls_made;
+         i += apart) {
+        int failures = 0;
+        run_faulty(i, sticky, 1);
+        buffers_free(0);
+        if (fault.failed[0] == 0) continue; /* polls vary in number: the last calls may not be reached */
+        for (int r = 0; r < FAULTY; ++r) {
+            const member *at = &the_crew.member[r];
+            CHECK_SAY(may_fail_with(at->status) || at->status == UPIPE_ERR_ABORTED ||
+                          at->status == UPIPE_ERR_TIMEOUT,
+                      "call %ld fails: rank %d: %s", i, r, at->ctx.err.text);
+            failures += at->status != UPIPE_OK || at->freed != UPIPE_OK;
+        }
+        CHECK_SAY(victim->status != UPIPE_OK || victim->freed != UPIPE_OK, "call %ld (%s) fails, unnoticed",
+                  i, fault.failed);
+        if (!sticky) CHECK(may_fail_with(victim->status));
+        CHECK(failures >= 1);
+    }
+}
+
+/* ---- ranks that disagree, where NCCL itself compares nothing ---- */
+
+enum { DRIFT, OWN, ODD };
+
+/* DRIFT: one transfer with nobody too many. OWN: what a rank sends itself is all that it knows alone. */
+static void odd_alone(member *k)
+{
+    static const char *const words[] = {"is in its", "does not receive"};
+    upipe_ctx *c = &k->ctx;
+    const int odd = k->rank == k->victim;
+    upipe_msg own = {.peer = k->rank, .count = 1, .send = k->send, .recv = k->recv, .send_bytes = 4};
+    upipe_status s = UPIPE_OK;
+    own.recv_bytes = 8;
+    line_up(k, 20);
+    if (k->what == DRIFT && odd) CHECK_STATUS(transfer(k, k->list, 0), UPIPE_OK, c->err);
+    if (k->what == OWN && odd) s = upipe_comm_start(c, c->team, &own, 1);
+    if (s == UPIPE_OK) s = call(k, AT_GATHER);
+    if (k->what == OWN && !odd) /* hears of it */
+        CHECK_STATUS(s, UPIPE_ERR_ABORTED, c->err);
+    else
+        CHECK_REFUSED(s, UPIPE_ERR_MISMATCH, c->err, words[k->what]);
+    check_dead(k);
 }
 
 /* ---- in the stream's order ---- */
 
 /* No host waits for a device: all of it runs behind streams that do not go on yet. */
-static upipe_status ahead_body(rank_buf *k)
+static void runs_ahead(member *k)
 {
     uint32_t host[WORDS];
     upipe_ctx *c = &k->ctx;
     ncclComm_t two[2];
     int wrong = 0;
-    UPIPE_TRY(all_to_all(k, 1));
+    CHECK_STATUS(all_to_all(k, 1), UPIPE_OK, c->err);
     for (int w = 0; w < WORDS; ++w) host[w] = word_of(k->rank, 0, w);
     put(k, k->recv, host, sizeof host);
     stall(k, two);
     (void)fake_waits(k->rank);
-    for (int i = 0; i < 2 * k->ranks - 1; ++i) { /* round the team, through both halves of the slab */
+    for (int i = 0; i < 2 * k->ranks - 1; ++i) { /* round the team, through both buffers */
         uint32_t *from = i % 2 == 0 ? k->recv : k->send, *to = i % 2 == 0 ? k->send : k->recv;
-        UPIPE_TRY(shift_start(c, c->team, to, from, sizeof host, 1));
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
-        OK(cudaMemsetAsync(from, 0xdd, sizeof host, k->stream)); /* freed, and used for something else */
+        CHECK_STATUS(shift_start(c, c->team, to, from, sizeof host, 1), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
+        OK(cudaMemsetAsync(from, 0xdd, sizeof host,
+                           end_of(k)->stream)); /* freed, and used for something else */
     }
     CHECK_INT(fake_waits(k->rank), 0);
-    CHECK(cudaStreamQuery(k->stream) == cudaErrorNotReady);
+    CHECK(cudaStreamQuery(end_of(k)->stream) == cudaErrorNotReady);
     stall_end(two);
-    UPIPE_TRY(c->ops->sync(c));
+    CHECK_STATUS(c->ops->sync(c), UPIPE_OK, c->err);
     get(k, host, k->send, sizeof host);
     for (int w = 0; w < WORDS; ++w) wrong += host[w] != word_of((k->rank + 1) % k->ranks, 0, w);
     CHECK_INT(wrong, 0);
-    return UPIPE_OK;
 }
 
 /* What is a rank's own: what its stream has before a transfer, which the deadline does not count, and a sync. */
-static upipe_status own_body(rank_buf *k)
+static void own_work(member *k)
 {
     upipe_ctx *c = &k->ctx;
     ncclComm_t two[2];
     c->team->deadline = 0.02;
     stall(k, two);
     for (int i = 0; i < 3; ++i) { /* each call looks at the stream */
-        UPIPE_TRY(shift_start(c, c->team, k->recv, k->send, 64, 1));
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
+        CHECK_STATUS(shift_start(c, c->team, k->recv, k->send, 64, 1), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
         test_nap(0.03);
     }
     c->team->deadline = 20;
     stall_end(two);
-    if (k->rank == 0) UPIPE_TRY(upipe_nccl_sync(c, &k->team));
-    return upipe_comm_barrier(c, c->team);
+    if (k->rank == 0) CHECK_STATUS(upipe_nccl_sync(c, &end_of(k)->team), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_comm_barrier(c, c->team), UPIPE_OK, c->err);
 }
 
 /* More than fit: the host waits for the oldest, whose peers are there. */
-static upipe_status full_body(rank_buf *k)
+static void full(member *k)
 {
     upipe_ctx *c = &k->ctx;
+    upipe_nccl *m = &end_of(k)->team;
     int64_t left;
     for (int i = 0; i < 3 * UPIPE_NCCL_AHEAD; ++i) {
-        UPIPE_TRY(shift_start(c, c->team, k->recv, k->send, 64, 1));
-        UPIPE_TRY(upipe_comm_wait(c, c->team));
-        CHECK(k->team.begun - k->team.ended <= UPIPE_NCCL_AHEAD);
+        CHECK_STATUS(shift_start(c, c->team, k->recv, k->send, 64, 1), UPIPE_OK, c->err);
+        CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
+        CHECK(m->begun - m->ended <= UPIPE_NCCL_AHEAD);
     }
     /* one that NCCL has not enqueued yet is in flight, although its event was passed by an earlier one */
-    UPIPE_TRY(upi_nccl_drain(c, &k->team, 0));
-    UPIPE_TRY(upi_nccl_begin(c, &k->team, UPI_TEAM_TRANSFER));
-    UPIPE_TRY(upi_nccl_open(c, &k->team));
+    CHECK_STATUS(upi_nccl_drain(c, m, 0), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_nccl_begin(c, m, UPI_TEAM_TRANSFER), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_nccl_open(c, m), UPIPE_OK, c->err);
     for (int i = 0; i < 20; ++i) {
-        UPIPE_TRY(upi_nccl_look(c, &k->team, &left));
+        CHECK_STATUS(upi_nccl_look(c, m, &left), UPIPE_OK, c->err);
         CHECK_INT(left, 1);
     }
-    UPIPE_TRY(upi_nccl_close(c, &k->team));
-    return upi_nccl_drain(c, &k->team, 0);
+    CHECK_STATUS(upi_nccl_close(c, m), UPIPE_OK, c->err);
+    CHECK_STATUS(upi_nccl_drain(c, m, 0), UPIPE_OK, c->err);
 }
 
 enum { BY_CALLS, BY_SYNC, BY_NCCL_SYNC, BY_GATHER, BY_FREE, BY_WAYS };
 
+/* A transfer with a rank that never comes is enqueued, and its buffers are freed. */
+static void enqueue_freed(upipe_ctx *c)
+{
+    void *from, *to;
+    CHECK_STATUS(upipe_alloc(c, &from, 64, UPIPE_USE_OTHER, "from"), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_alloc(c, &to, 64, UPIPE_USE_OTHER, "to"), UPIPE_OK, c->err);
+    CHECK_STATUS(shift_start(c, c->team, to, from, 64, 1), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_free(c, from), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_free(c, to), UPIPE_OK, c->err);
+}
+
 /* A rank never comes. The others' hosts have run ahead, and freed the buffers: they learn of it in time by whatever
  * they do next, and their pools give out nothing of what the rank may still access. */
-static upipe_status never_body(rank_buf *k)
+static void never(member *k)
 {
     upipe_ctx *c = &k->ctx;
-    int what = k->crew->what, i;
+    device_end *d = end_of(k);
+    const int what = k->what;
     upipe_mem_block blocks[4];
     upipe_mem mem;
-    void *from, *to, *again;
+    void *again;
     upipe_status s = UPIPE_OK;
     double began;
-    UPIPE_TRY(all_to_all(k, 1));
-    UPIPE_TRY(upipe_comm_barrier(c, c->team));
-    if (k->rank == k->crew->victim) {
+    line_up(k, 0.2);
+    if (k->rank == k->victim) {
         test_nap(0.6);
-        return UPIPE_ERR_ABORTED;
+        return;
     }
-    c->team->deadline = 0.2;
-    upipe_mem_init(&mem, k->slab, SLAB, blocks, 4);
+    upipe_mem_init(&mem, nccl_memory(k, SLAB), SLAB, blocks, 4);
     c->mem = &mem;
-    UPIPE_TRY(upipe_alloc(c, &from, 64, UPIPE_USE_OTHER, "from"));
-    UPIPE_TRY(upipe_alloc(c, &to, 64, UPIPE_USE_OTHER, "to"));
-    UPIPE_TRY(shift_start(c, c->team, to, from, 64, 1));
-    UPIPE_TRY(upipe_comm_wait(c, c->team));
-    UPIPE_TRY(upipe_free(c, from));
-    UPIPE_TRY(upipe_free(c, to));
+    enqueue_freed(c);
     began = test_seconds();
     if (what == BY_FREE) {
-        s = upipe_nccl_free(&k->team, &c->err);
-        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-        CHECK(k->team.nccl == NULL && test_seconds() - began < 3);
-        CHECK_INT(k->team.comm.quarantine, 1); /* the host's pool has what the transfer was for */
-        upipe_mem_destroy(&mem, NULL);
-        return s;
+        s = nccl_leave(k);
+        k->left = 1;
+        CHECK(d->nccl == NULL);
     }
-    for (i = 0; what == BY_CALLS && s == UPIPE_OK && test_seconds() - began < 5; ++i) {
+    while (what == BY_CALLS && s == UPIPE_OK && test_seconds() - began < 5) {
         s = upipe_comm_start(c, c->team, k->list, 0);
         if (s == UPIPE_OK) s = upipe_comm_wait(c, c->team);
         test_nap(0.005);
     }
     if (what == BY_SYNC) s = c->ops->sync(c);
-    if (what == BY_NCCL_SYNC) s = upipe_nccl_sync(c, &k->team);
+    if (what == BY_NCCL_SYNC) s = upipe_nccl_sync(c, &d->team);
     if (what == BY_GATHER) s = call(k, AT_GATHER);
     CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-    CHECK(test_seconds() - began < 3); /* of 20, were it not this team's deadline */
-    CHECK_INT(c->team->quarantine, 1);
+    CHECK(test_seconds() - began < 3);     /* of 20, were it not this team's deadline */
+    CHECK_INT(d->team.comm.quarantine, 1); /* the host's pool has what the transfer was for */
+    if (what == BY_FREE) {
+        upipe_mem_destroy(&mem, NULL);
+        return;
+    }
     CHECK(upi_unwind(c, s, 0, NULL) == s); /* the stream goes on: it does not hang here */
     CHECK_STATUS(upipe_alloc(c, &again, 64, UPIPE_USE_OTHER, "again"), UPIPE_ERR_ARG, c->err);
     CHECK_STATUS(upipe_mem_destroy(&mem, &c->err), UPIPE_OK, c->err);
+    c->mem = NULL;
     check_dead(k);
-    return s;
 }
 
 /* What the team knows nothing of, a graph's transfers or another communicator's, is in its way. */
-static upipe_status behind_body(rank_buf *k)
+static void behind(member *k)
 {
     upipe_ctx *c = &k->ctx;
+    upipe_nccl *m = &end_of(k)->team;
     ncclComm_t two[2];
     upipe_status s;
     double began;
-    UPIPE_TRY(all_to_all(k, 1));
-    c->team->deadline = 0.2;
+    line_up(k, 0.2);
     stall(k, two);
-    UPIPE_TRY(shift_start(c, c->team, k->recv, k->send, 64, 1));
-    CHECK_STATUS(upipe_nccl_sync(c, &k->team), UPIPE_ERR_ARG, c->err); /* in progress */
-    UPIPE_TRY(upipe_comm_wait(c, c->team));
+    CHECK_STATUS(shift_start(c, c->team, k->recv, k->send, 64, 1), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_nccl_sync(c, m), UPIPE_ERR_ARG, c->err); /* in progress */
+    CHECK_STATUS(upipe_comm_wait(c, c->team), UPIPE_OK, c->err);
     began = test_seconds();
-    s = upipe_nccl_sync(c, &k->team);
+    s = upipe_nccl_sync(c, m);
     CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
     CHECK(test_seconds() - began < 3);
     stall_end(two);
     check_dead(k);
-    return s;
 }
 
 /* ---- two communicators of one rank ---- */
@@ -322,7 +499,7 @@ upipe_status app_ops(upipe_ops *ops, upipe_cuda *device, upipe_err *e); /* ../cu
 
 /* The team has failed, and with it a transfer into k->recv: the host gets no number of it, and waits for its device
  * as before. */
-static void check_no_result(rank_buf *k)
+static void check_no_result(member *k)
 {
     float host[4] = {0};
     upipe_ctx c = k->ctx;
@@ -342,86 +519,73 @@ static void check_no_result(rank_buf *k)
 }
 
 /* Transfers of both in turn, on a stream each. DISORDER: one rank begins with the other one. OTHER_GONE: one rank never
- * comes to the second one, and the first one fails with it. */
-static upipe_status pair_body(rank_buf *k, upipe_nccl *second, upipe_ctx *other)
+ * comes to the second one, and the first one fails with it. Returns the first failure, which c has then. */
+static upipe_status both_in_turn(member *k, upipe_ctx *other)
 {
     upipe_ctx *c = &k->ctx;
-    int odd = k->rank == k->crew->victim, what = k->crew->what, i, w, wrong = 0;
-    uint32_t host[2 * WORDS];
+    const int odd = k->rank == k->victim, what = k->what, next = (k->rank + 1) % k->ranks;
+    uint32_t host[WORDS];
     upipe_status s = UPIPE_OK;
-    CHECK_STATUS(upipe_nccl_join(&k->team, second, &c->err), UPIPE_OK, c->err);
-    CHECK_STATUS(upipe_nccl_join(second, &k->team, &c->err), UPIPE_ERR_ARG, c->err);
-    c->team->deadline = other->team->deadline = what == SERIALISED ? 20 : 0.2;
-    for (i = 0; i < 6 && s == UPIPE_OK && !(what == OTHER_GONE && odd); ++i) {
-        int turn = what == SERIALISED ? i % 2 : odd ? (i + 1) % 2 : i % 2, next = (k->rank + 1) % k->ranks;
+    if (what == OTHER_GONE && odd) {
+        test_nap(0.6);
+        return UPIPE_ERR_ABORTED;
+    }
+    for (int i = 0; i < 6 && s == UPIPE_OK; ++i) {
+        const int turn = (i + (what != SERIALISED && odd)) % 2;
         upipe_ctx *at = turn ? other : c;
-        for (w = 0; w < WORDS; ++w) host[w] = word_of(k->rank, next, w + i);
+        for (int w = 0; w < WORDS; ++w) host[w] = word_of(k->rank, next, w + i);
         OK(cudaMemcpyAsync(k->send + 64 * turn, host, WORDS * 4, cudaMemcpyHostToDevice,
                            (cudaStream_t)at->stream));
         s = shift_start(at, at->team, k->recv + 64 * turn, k->send + 64 * turn, WORDS * 4, 1);
         if (s == UPIPE_OK) s = upipe_comm_wait(at, at->team);
         if (s != UPIPE_OK) *c = *at;
     }
-    if (s == UPIPE_OK && what == OTHER_GONE && odd) test_nap(0.6), s = UPIPE_ERR_ABORTED;
-    if (s == UPIPE_OK) s = c->ops->sync(c); /* of one stream: and all transfers have ended */
-    if (what != SERIALISED) {
-        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
-        if (what == OTHER_GONE && odd) return s;
-        CHECK(k->team.nccl == NULL && second->nccl == NULL);
-        check_no_result(k);
-        return s;
-    }
-    UPIPE_TRY(s);
-    OK(cudaMemcpy(host, k->recv, WORDS * 4, cudaMemcpyDeviceToHost));
-    OK(cudaMemcpy(host + WORDS, k->recv + 64, WORDS * 4, cudaMemcpyDeviceToHost));
-    for (w = 0; w < 2 * WORDS; ++w)
-        wrong += host[w] != word_of((k->rank + k->ranks - 1) % k->ranks, k->rank, w % WORDS + 4 + w / WORDS);
-    CHECK_INT(wrong, 0);
-    return UPIPE_OK;
+    return s == UPIPE_OK ? c->ops->sync(c) : s; /* of one stream: and all transfers have ended */
 }
 
-static upipe_status joined_body(rank_buf *k)
+static void check_pair(member *k, upipe_nccl *second, upipe_ctx *other)
 {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    upipe_ctx *c = &k->ctx;
+    upipe_nccl *m = &end_of(k)->team;
+    const int back = (k->rank + k->ranks - 1) % k->ranks;
+    uint32_t host[2 * WORDS];
+    upipe_status s;
+    int wrong = 0;
+    CHECK_STATUS(upipe_nccl_join(m, second, &c->err), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_nccl_join(second, m, &c->err), UPIPE_ERR_ARG, c->err);
+    c->team->deadline = other->team->deadline = k->what == SERIALISED ? 20 : 0.2;
+    s = both_in_turn(k, other);
+    if (k->what != SERIALISED) {
+        CHECK(s == UPIPE_ERR_TIMEOUT || s == UPIPE_ERR_ABORTED);
+        if (k->what == OTHER_GONE && k->rank == k->victim) return;
+        CHECK(m->nccl == NULL && second->nccl == NULL);
+        check_no_result(k);
+        return;
+    }
+    CHECK_STATUS(s, UPIPE_OK, c->err);
+    OK(cudaMemcpy(host, k->recv, WORDS * 4, cudaMemcpyDeviceToHost));
+    OK(cudaMemcpy(host + WORDS, k->recv + 64, WORDS * 4, cudaMemcpyDeviceToHost));
+    for (int w = 0; w < 2 * WORDS; ++w) wrong += host[w] != word_of(back, k->rank, w % WORDS + 4 + w / WORDS);
+    CHECK_INT(wrong, 0);
+}
+
+static void joined(member *k)
+{
     upipe_nccl second;
     upipe_ctx other = k->ctx;
     upipe_err err;
-    ncclComm_t nccl;
+    ncclComm_t host = host_comm(k, more);
     cudaStream_t stream;
-    ncclResult_t r;
-    upipe_status s;
-    config.blocking = k->crew->blocking;
-    r = ncclCommInitRankConfig(&nccl, k->ranks, k->crew->more, k->rank, &config);
-    CHECK(r == ncclSuccess || r == ncclInProgress);
-    CHECK_STATUS(upipe_nccl_init(&second, nccl, 20, &err), UPIPE_OK, err);
+    CHECK_STATUS(upipe_nccl_init(&second, host, 20, &err), UPIPE_OK, err);
     OK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     other.stream = stream;
     other.team = &second.comm;
-    s = pair_body(k, &second, &other);
-    nccl = second.nccl;
+    check_pair(k, &second, &other);
+    host = second.nccl;
     (void)upipe_nccl_free(&second, &err);
-    if (nccl != NULL) CHECK(ncclCommAbort(nccl) == ncclSuccess);
+    if (host != NULL) CHECK(ncclCommAbort(host) == ncclSuccess);
     OK(cudaStreamDestroy(stream));
-    return s;
-}
-
-static void test_ahead(crew *all)
-{
-    crew_good(all, 3, full_body);
-    if (all->ahead) crew_good(all, 3, ahead_body);
-    if (all->ahead) crew_good(all, 3, own_body);
-    if (all->ahead) crew_fails(all, never_body, 1, BY_WAYS);
-    if (all->ahead) crew_run(all, 3, 20, behind_body, 0, -1, FAKE_ONCE);
-    for (int i = 0; i < JOINED; ++i) {
-        all->victim = 1;
-        all->what = i;
-        fake_one_at_a_time(i == SERIALISED);
-        if (i == SERIALISED)
-            crew_good(all, 3, joined_body);
-        else
-            crew_run(all, 3, 20, joined_body, 0, -1, FAKE_ONCE);
-        fake_one_at_a_time(0);
-    }
+    k->ctx.team = &end_of(k)->team.comm; /* a failure may have left the other one there */
 }
 
 static void test_init(void)
@@ -460,24 +624,24 @@ static void check_says(const char *path, const char *want)
 /* What init allocates, and the pages that say so: the header, then transports.md. */
 static void test_bytes(int pages, char **page)
 {
-    enum { TEAM = 3 };
+    enum { RANKS = 3 };
     const size_t row = UPI_NCCL_ROW * sizeof(int64_t);
     const size_t ordinary = 2 * sizeof(upipe_msg) + UPIPE_ALL_GATHER_MAX * sizeof(int64_t);
     char says[4][100];
-    upipe_nccl team[TEAM];
-    ncclComm_t nccl[TEAM];
+    upipe_nccl team[RANKS];
+    ncclComm_t nccl[RANKS];
     upipe_err e;
-    CHECK(ncclCommInitAll(nccl, TEAM, NULL) == ncclSuccess);
-    for (int r = 0; r < TEAM; ++r) {
+    CHECK(ncclCommInitAll(nccl, RANKS, NULL) == ncclSuccess);
+    for (int r = 0; r < RANKS; ++r) {
         const size_t device = fake_device_live(), pinned = fake_pinned_live();
         const long events = fake_live_handles();
         OK(cudaSetDevice(r));
         CHECK_STATUS(upipe_nccl_init(&team[r], nccl[r], 0, &e), UPIPE_OK, e);
-        CHECK_INT(fake_device_live() - device, row * (1 + TEAM));
-        CHECK_INT(fake_pinned_live() - pinned, row * (1 + TEAM));
+        CHECK_INT(fake_device_live() - device, row * (1 + RANKS));
+        CHECK_INT(fake_pinned_live() - pinned, row * (1 + RANKS));
         CHECK_INT(fake_live_handles() - events, 2 * UPIPE_NCCL_AHEAD);
     }
-    for (int r = 0; r < TEAM; ++r) {
+    for (int r = 0; r < RANKS; ++r) {
         OK(cudaSetDevice(r));
         CHECK_STATUS(upipe_nccl_free(&team[r], &e), UPIPE_OK, e);
         CHECK(ncclCommDestroy(nccl[r]) == ncclSuccess);
@@ -544,44 +708,51 @@ static void test_alone(void)
     CHECK(fake_check_clean());
 }
 
-static void test_team(crew *all)
+static void test_ahead(void)
 {
-    static const int teams[] = {1, 2, 3, 8};
-    for (int i = 0; i < 4; ++i) {
-        crew_good(all, teams[i], all_body);
-        crew_good(all, teams[i], shift_body);
-        crew_good(all, teams[i], meet_body);
-        crew_good(all, teams[i], random_body);
-        crew_good(all, teams[i], repeat_body);
-        (void)fake_gather_calls();
-        crew_good(all, teams[i], slices_body);
-        CHECK_INT(fake_gather_calls(), 2 * teams[i]); /* one for each gather and rank */
-        if (teams[i] > 1) crew_good(all, teams[i], odd_slices_body);
-        CHECK_INT(fake_gather_calls(), 0);
+    TEST_OF("full", run_ranks(&over_nccl, full, 3, 20, -1, 0));
+    for (int i = 0; i < JOINED; ++i) {
+        fake_one_at_a_time(i == SERIALISED);
+        TEST_OF("joined", run_ranks(&over_nccl, joined, 3, 20, 1, i));
+        fake_one_at_a_time(0);
     }
-    crew_fails(all, absent_body, 1, AT_COUNT);
-    crew_fails(all, abort_body, 3, ABORTS);
-    crew_fails(all, mismatch_body, 3, MISMATCHES);
-    test_injected(all, FAKE_ONCE, 20);
-    test_injected(all, FAKE_STICKY, 20);
+    if (!ahead) return;
+    TEST_OF("runs_ahead", run_ranks(&over_nccl, runs_ahead, 3, 20, -1, 0));
+    TEST_OF("own_work", run_ranks(&over_nccl, own_work, 3, 20, -1, 0));
+    for (int i = 0; i < BY_WAYS; ++i) TEST_OF("never", run_ranks(&over_nccl, never, 3, 20, i % 3, i));
+    TEST_OF("behind", run_ranks(&over_nccl, behind, 3, 20, -1, 0));
+}
+
+/* Equal slices are one gather of NCCL's for each call and rank, others none. */
+static void test_gathers(int ranks)
+{
+    (void)fake_gather_calls();
+    run_ranks(&over_nccl, slices, ranks, 20, -1, 0);
+    CHECK_INT(fake_gather_calls(), 2 * ranks);
+    if (ranks > 1) run_ranks(&over_nccl, slices, ranks, 20, -1, 1);
+    CHECK_INT(fake_gather_calls(), 0);
 }
 
 int main(int argc, char **argv)
 {
-    crew *all = &the_crew;
     TEST(test_bytes(argc - 1, argv + 1));
     TEST(test_all_to_all_list());
     for (int seed = 0; seed < 4; ++seed) {
         fake_seed((uint64_t)seed);
         fake_eager(seed == 3);
-        all->blocking = seed & 1;
-        all->ahead = seed != 1;
-        all->grouped = seed == 2;
-        all->seed = (uint64_t)test_env("UPIPE_SEED", 1) + (uint64_t)seed;
+        blocking = seed & 1;
+        ahead = seed != 1;
+        grouped = seed == 2;
+        over_nccl.seed = (uint64_t)seed;
         TEST(test_init());
         TEST(test_alone());
-        TEST(test_team(all));
-        TEST(test_ahead(all));
+        conform(&over_nccl, 1);
+        for (int i = 0; i < 4; ++i) TEST(test_gathers(teams[i]));
+        for (int i = 0; i < 3 * ODD; ++i)
+            TEST_OF("odd_alone", run_ranks(&over_nccl, odd_alone, 3, 20, i % 3, i / 3));
+        TEST(test_injected(FAKE_ONCE, 20));
+        TEST(test_injected(FAKE_STICKY, 20));
+        TEST(test_ahead());
     }
     return test_end("nccl");
 }
