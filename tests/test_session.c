@@ -227,6 +227,11 @@ typedef struct one {
     upipe_comm_self_state state;
 } one;
 
+static upipe_status dry_refuses(void *user, upipe_session *h)
+{
+    return upipe_fail(&h->dry.ctx.err, UPIPE_ERR_ARG, "%s", (const char *)user);
+}
+
 static void test_refused(const upipe_ops *ops)
 {
     static one x;
@@ -256,6 +261,8 @@ static void test_refused(const upipe_ops *ops)
                   "a description of 1 ranks in a ring of 2, for a team of 1 in a ring of 1");
     d = description(1, 1), d.plan.dtype = (upipe_dtype)7;
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
+    d = description(1, 1), d.dry = dry_refuses, d.user = (void *)"the dry run's sentence";
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "the dry run's sentence");
     d = description(1, 1);
     CHECK_REFUSED(upipe_session_slab(h, slab), UPIPE_ERR_ARG, c->err, "the session is not open");
     CHECK_STATUS(upipe_session_open(h, &d), UPIPE_OK, c->err);
