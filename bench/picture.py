@@ -1,0 +1,92 @@
+"""picture.py -- the look of all pictures: a grid of panels over one axis, the legend at the right
+
+    draw(path, title, [[Panel('forward', curves)]], legend)
+
+A curve is (points, colour, dashes) with (x, y) as points, or None, which is left out; what legend lists is (label, colour,
+dashes). Without Matplotlib nothing is drawn, and that is said.
+"""
+
+import common
+
+SOLID, DASHED, DOTTED = '-', (0, (4, 2)), (0, (1, 2))
+GREY, BLACK = '#555555', 'black'
+
+
+class Panel:
+    """A panel: its curves, levels (y, dashes) across it, labels of its axes; x by powers of two, unless linear. `more` is
+    called with the axes at the end."""
+
+    def __init__(self, title, curves=(), *, x='', y='', levels=(), linear=False, log_y=False, more=None):
+        self.title, self.curves, self.x, self.y = title, [curve for curve in curves if curve and curve[0]], x, y
+        self.levels, self.linear, self.log_y, self.more = levels, linear, log_y, more
+
+
+def pyplot():
+    """Matplotlib's pyplot for files; None, and said so, where it is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        common.log('left out: the chart, as Matplotlib is not installed')
+        return None
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    return plt
+
+
+def tidy(axes):
+    """The look that all panels share."""
+    axes.grid(axis='y', color='#dddddd', linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ('top', 'right'):
+        axes.spines[side].set_visible(False)
+
+
+def save(figure, path):
+    figure.savefig(path, dpi=110, metadata={'Software': None})
+    common.log(f'chart: {path}')
+
+
+def amount(tokens):
+    """512, 4k, 1M."""
+    return f'{tokens >> 20}M' if tokens >= 1 << 20 else f'{tokens / 1024:g}k' if tokens >= 1024 else f'{tokens:g}'
+
+
+def fill(axes, panel, bold, tick):
+    for points, colour, dashes, *marker in panel.curves:
+        axes.plot(*zip(*sorted(points)), color=colour, linestyle=dashes, marker=marker[0] if marker else 'o', markersize=3,
+                  linewidth=2 if colour == bold else 1.3)
+    for level, dashes in panel.levels:
+        axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=dashes)
+    if panel.curves and not panel.linear:
+        ticks = sorted({x for curve in panel.curves for x, _ in curve[0]})
+        axes.set_xscale('log', base=2)
+        axes.set_xticks(ticks[::1 + len(ticks) // 8], map(tick, ticks[::1 + len(ticks) // 8]))
+    if panel.log_y:
+        axes.set_yscale('log')
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_xlabel(panel.x)
+    axes.set_ylabel(panel.y)
+    tidy(axes)
+    if panel.more:
+        panel.more(axes)
+
+
+def draw(path, title, grid, legend, *, share=('all', 'all'), size=(3.4, 3), margin=1.2, bold=None, tick=amount):
+    """`share`: Matplotlib's sharex and sharey. `margin`: inches of the legend. `bold`: the colour of wider lines."""
+    plt = pyplot()
+    if plt is None:
+        return
+    wide, high = size[0] * len(grid[0]) + margin + 0.4, size[1] * len(grid) + 0.8
+    figure, axes = plt.subplots(len(grid), len(grid[0]), figsize=(wide, high), sharex=share[0], sharey=share[1], squeeze=False)
+    for places, panels in zip(axes, grid):
+        for place, panel in zip(places, panels):
+            fill(place, panel, bold, tick)
+    if legend:
+        handles = [plt.Line2D([], [], color=colour, linestyle=dashes, marker=marker[0] if marker else None, markersize=3.5)
+                   for _, colour, dashes, *marker in legend]
+        figure.legend(handles, [entry[0] for entry in legend], loc='center right', frameon=False, fontsize=9, handlelength=3)
+    figure.suptitle(title, fontsize=11)
+    figure.tight_layout(rect=(0, 0, 1 - margin / wide, 1))
+    save(figure, path)
