@@ -1,4 +1,5 @@
-"""sh bench/run.sh ops [--quick] [--json FILE] -- the table's row operations, and the all-to-all, beside memcpy
+#!/usr/bin/env python3
+"""ops.py -- the table's row operations, and the all-to-all, beside memcpy
 
 Each operation is validated against NumPy in double precision, then timed in turn with a memcpy by as many threads in
 the same run: medians. Bytes are those that the operation has to read and to write, once each; memcpy reads and writes
@@ -8,9 +9,12 @@ Sizes: in the second-level cache, and beyond all caches.
 Lines: {"op", "dtype", "rows", "d", "threads", "gbytes_per_s", "memcpy_gbytes_per_s", "percent"}; the all-to-all, whose
 memcpy has the same blocks and as many threads as there are ranks: {"op": "all_to_all", "ranks", "block_bytes", ...}. With
 more ranks than cores all take turns, in memcpy too.
+
+Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 """
 
 import ctypes
+import itertools
 import statistics
 import sys
 
@@ -41,19 +45,16 @@ def load(isa):
     """The library with its types."""
     library = common.compile_library('ops.c', isa)
     pointer, i32, i64, f64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
-    for name, result, arguments in (
-            ('ops_open', pointer, [i32, i64, i32, i32]), ('ops_close', None, [pointer]),
-            ('ops_slot', pointer, [pointer, i32]), ('ops_norm_weight', pointer, [pointer, i32]),
-            ('ops_loss', pointer, [pointer]), ('ops_tokens', pointer, [pointer, i32]), ('ops_total', f64, [pointer]),
-            ('ops_fill', None, [pointer, i32, i32]), ('ops_call', ctypes.c_char_p, [pointer, i32]),
-            ('ops_seconds', f64, [pointer, i32, i32]), ('ops_all_to_all', f64, [i32, i64, i32, i32])):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+    common.declare(library, ('ops_open', pointer, [i32, i64, i32, i32]), ('ops_close', None, [pointer]),
+                   ('ops_slot', pointer, [pointer, i32]), ('ops_norm_weight', pointer, [pointer, i32]),
+                   ('ops_loss', pointer, [pointer]), ('ops_tokens', pointer, [pointer, i32]), ('ops_total', f64, [pointer]),
+                   ('ops_fill', None, [pointer, i32, i32]), ('ops_call', ctypes.c_char_p, [pointer, i32]),
+                   ('ops_seconds', f64, [pointer, i32, i32]), ('ops_all_to_all', f64, [i32, i64, i32, i32]))
     return library
 
 
-class Bench:
-    """Operands of one shape and type."""
+class Operands:
+    """Of one shape and type, until the end of a `with`."""
 
     def __init__(self, library, threads, rows, d, dtype):
         self.library, self.threads, self.rows, self.d, self.dtype = library, threads, rows, d, dtype
@@ -79,7 +80,6 @@ class Bench:
 
     def array(self, op, slot):
         """A slot's elements in double precision."""
-        import numpy as np
         kind = {'f32': np.float32, 'bf16': np.uint16}[self.type_of(op, slot)]
         count = self.rows * self.d
         raw = np.frombuffer((ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(
@@ -89,13 +89,10 @@ class Bench:
         return raw.astype(np.float64).reshape(self.rows, self.d)
 
     def numbers(self, address, count, kind):
-        import numpy as np
         return np.frombuffer((ctypes.c_char * (count * 4)).from_address(address), kind)
 
     def call(self, op):
-        why = self.library.ops_call(self.handle, OPS.index(op))
-        if why is not None:
-            common.fail(f'{op} failed: {why.decode()}')
+        common.check(self.library.ops_call(self.handle, OPS.index(op)))
 
     def seconds(self, op, turns):
         took = self.library.ops_seconds(self.handle, OPS.index(op), turns)
@@ -106,7 +103,6 @@ class Bench:
 
 def turned(x, interleaved):
     """RoPE of heads from position 0 on."""
-    import numpy as np
     heads = x.reshape(x.shape[0], -1, HEAD)
     angle = np.outer(np.arange(x.shape[0]), 500000.0 ** (-2.0 * np.arange(HEAD // 2) / HEAD))[:, None, :]
     first, second = heads[..., :HEAD // 2], heads[..., HEAD // 2:]
@@ -118,7 +114,6 @@ def turned(x, interleaved):
 
 def expected(b, op):
     """[(what, the f64 result, the slot or a function that reads what came of it)] from the operands as they are."""
-    import numpy as np
     x, y, z = (b.array(op, slot) for slot in range(3))
     weight = b.numbers(b.library.ops_norm_weight(b.handle, 0), b.d, np.float32).astype(np.float64)
     tokens = b.numbers(b.library.ops_tokens(b.handle, 0), b.rows, np.int32)
@@ -174,15 +169,13 @@ def fill(b, op):
     """Operands of the operation: v of AdamW is no negative number, and dy of a gate's backward is its own."""
     b.fill(op)
     if op == 'adamw':
-        import numpy as np
         view = b.numbers(b.library.ops_slot(b.handle, 2), b.rows * b.d, np.float32)
         np.abs(view, out=view)
 
 
 def validate(library, threads, dtype):
     """Every operation on a shape that leaves a rest of every vector."""
-    import numpy as np
-    with Bench(library, threads, 37, 11 * HEAD, dtype) as b:
+    with Operands(library, threads, 37, 11 * HEAD, dtype) as b:
         for op in OPS:
             fill(b, op)
             results = expected(b, op)
@@ -224,43 +217,56 @@ def all_to_all(library, ranks, block, rounds):
     return [whole / statistics.median(one) for one in samples]
 
 
-def case(lines, fields, ours, memcpy):
-    line = {**fields, 'gbytes_per_s': round(ours * 1e-9, 2), 'memcpy_gbytes_per_s': round(memcpy * 1e-9, 2),
-            'percent': round(100 * ours / memcpy, 1)}
-    lines.write(line)
-    where = ' '.join(f'{name} {value}' for name, value in fields.items() if name != 'op')
-    print(f"{fields['op']:17s}{where:42s} {line['gbytes_per_s']:8.2f} of {line['memcpy_gbytes_per_s']:8.2f} GB/s, "
-          f"{line['percent']:6.1f} %", flush=True)
+class Ops(common.Benchmark):
+    name, text = 'ops', __doc__
+    head = ['op', 'case', 'GB/s', "memcpy's", 'percent']
 
+    def flags(self, parser):
+        every = [*OPS[1:], 'all_to_all']
+        common.add_list(parser, '--ops', 'operations', every, every)
+        common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
+        common.add_list(parser, '--threads', 'threads of the row operations', sorted({1, common.cores()}))
 
-def main():
-    parser = common.arguments(__doc__, [])
-    every = [*OPS[1:], 'all_to_all']
-    common.add_list(parser, '--ops', 'operations', every, every)
-    common.add_list(parser, '--dtypes', 'storage types', list(DTYPES), list(DTYPES))
-    common.add_list(parser, '--threads', 'threads of the row operations', sorted({1, common.cores()}))
-    options = common.parse(parser, 'ops')
-    if min(options.threads) < 1:
-        parser.error('a number of threads is 1 at least')
-    library = load(options.isa)
-    rounds, least = (3, 1e-3) if options.quick else (9, 2e-2)
-    with common.Lines(options.json, {'isa': options.isa}) as lines:
-        for threads in options.threads:
-            for dtype in options.dtypes:
-                validate(library, threads, dtype)
-                for rows, d in QUICK_SHAPES if options.quick else SHAPES:
-                    with Bench(library, threads, rows, d, dtype) as b:
-                        for op in options.ops:
-                            if op != 'all_to_all':
-                                case(lines, {'op': op, 'dtype': dtype, 'rows': rows, 'd': d, 'threads': threads},
-                                     *measure(b, op, rounds, least))
-        for ranks in (2, 4) if 'all_to_all' in options.ops else ():
-            for block in QUICK_BLOCKS if options.quick else BLOCKS:
-                case(lines, {'op': 'all_to_all', 'ranks': ranks, 'block_bytes': block},
-                     *all_to_all(library, ranks, block, rounds))
-    common.log(f'numbers: {options.json}')
-    return 0
+    def open(self):
+        self.library = load(self.options.isa)
+        self.rounds_of, self.least = (3, 1e-3) if self.options.quick else (9, 2e-2)
+        for threads in self.options.threads:
+            for dtype in self.options.dtypes:
+                validate(self.library, threads, dtype)
+        return {}
+
+    def cases(self):
+        given = self.options
+        for threads, dtype, (rows, d) in itertools.product(given.threads, given.dtypes, QUICK_SHAPES if given.quick else SHAPES):
+            yield f'{rows} rows of {d}, {dtype}, {common.counted(threads)}', threads, dtype, rows, d
+        if 'all_to_all' in given.ops:
+            for ranks in 2, 4:
+                yield f'all-to-all of {ranks} ranks', ranks
+
+    def run(self, threads, dtype=None, rows=None, d=None):
+        if dtype is None:
+            for block in QUICK_BLOCKS if self.options.quick else BLOCKS:
+                yield self.line({'op': 'all_to_all', 'ranks': threads, 'block_bytes': block},
+                                *all_to_all(self.library, threads, block, self.rounds_of))
+            return
+        with Operands(self.library, threads, rows, d, dtype) as b:
+            for op in [op for op in self.options.ops if op != 'all_to_all']:
+                yield self.line({'op': op, 'dtype': dtype, 'rows': rows, 'd': d, 'threads': threads},
+                                *measure(b, op, self.rounds_of, self.least))
+
+    @staticmethod
+    def line(fields, ours, memcpy):
+        return {**fields, 'gbytes_per_s': round(ours * 1e-9, 2), 'memcpy_gbytes_per_s': round(memcpy * 1e-9, 2),
+                'percent': round(100 * ours / memcpy, 1)}
+
+    def row(self, line):
+        where = ', '.join(f'{name} {line[name]}' for name in ('dtype', 'rows', 'd', 'threads', 'ranks', 'block_bytes')
+                          if name in line)
+        return [line['op'], where, f"{line['gbytes_per_s']:.2f}", f"{line['memcpy_gbytes_per_s']:.2f}", f"{line['percent']:.1f}"]
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    benchmark = Ops()
+    benchmark.read()
+    import numpy as np
+    sys.exit(benchmark.main())

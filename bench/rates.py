@@ -64,9 +64,9 @@ def ratios(mine, base):
             'ratio_range': [round(min(of_rounds), 4), round(max(of_rounds), 4)]}
 
 
-def ratio_cell(line):
-    low, high = line['ratio_range']
-    return f"{line['ratio']:.3f} ({low:.3f} to {high:.3f})"
+def ratio_cell(line, name='ratio'):
+    low, high = line[f'{name}_range']
+    return f'{line[name]:.3f} ({low:.3f} to {high:.3f})'
 
 
 def peak_cell(line):
