@@ -194,12 +194,13 @@ class Accuracy(common.Benchmark):
         """A row a result, a column a length: relative L2, ours and the peers'."""
         given = self.options
         shown = ' / '.join(['ours', *self.names])
-        common.table_head([f'relative L2: {shown}', 'type', 'data', *(f'{n:,}' for n in sorted(given.tokens))])
+        rows = []
         for dtype, data, (op, label) in itertools.product(given.dtypes, given.data, RESULTS.items()):
-            row = sorted((line for line in lines if (line['op'], line['dtype'], line['data']) == (op, dtype, data)),
-                         key=lambda line: line['tokens'])
-            common.table_line([label, dtype, data, *(
-                ' / '.join(f"{of['l2']:.1e}" for of in (line, *line['peers'].values())) for line in row)])
+            cases = sorted((line for line in lines if (line['op'], line['dtype'], line['data']) == (op, dtype, data)),
+                           key=lambda line: line['tokens'])
+            rows.append([label, dtype, data, *(
+                ' / '.join(f"{of['l2']:.1e}" for of in (line, *line['peers'].values())) for line in cases)])
+        common.print_table([f'relative L2: {shown}', 'type', 'data', *(f'{n:,}' for n in sorted(given.tokens))], rows)
         for line in lines:
             for name, of in {'ours': line, **line['peers']}.items() if line['op'] == 'gradients' else ():
                 print(f"{line['data']}, all gradients, {name}: {of['l2']:.1e}; worst tensor {of['worst_l2']:.1e}, "

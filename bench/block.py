@@ -56,13 +56,6 @@ def select(lines, **fields):
     return [line for line in lines if all(line[name] == value for name, value in fields.items())]
 
 
-def table(head, rows):
-    common.table_head(head)
-    for row in rows:
-        common.table_line(row)
-    print()
-
-
 def runtime_table(lines):
     """The paper's tab:runtime: parts of a pass by method, UPipe's with U = C, over S."""
     rows = []
@@ -71,7 +64,7 @@ def runtime_table(lines):
         columns = [select(lines, method=method, chunk=chunk, tokens=tokens)[0] for tokens in lengths_of(lines)]
         rows += [[name, f'{label}, CPU s', *(f'{line["cpu_s"][part]:.3f}' for line in columns)] for part, label in PARTS.items()]
         rows.append([name, '**total, s**', *(f'**{line["total_s"]:.3f}**' for line in columns)])
-    table(['method', 'part', *(f'{tokens:,}' for tokens in lengths_of(lines))], rows)
+    common.print_table(['method', 'part', *(f'{tokens:,}' for tokens in lengths_of(lines))], rows)
 
 
 def ratio_table(lines):
@@ -81,7 +74,8 @@ def ratio_table(lines):
         columns = [select(lines, method=method, chunk=chunk, tokens=tokens)[0] for tokens in lengths_of(lines)]
         cells = ['1' if method == 'ulysses' else rates.ratio_cell(line, 'ratio_to_ulysses') for line in columns]
         rows.append([f'{NAMES[method]}, U = {chunk}', *cells, f"{columns[-1]['peak_bytes'] / columns[-1]['unit_bytes']:.2f}"])
-    table(["time / Ulysses'", *(f'{tokens:,}' for tokens in lengths_of(lines)), 'peak, units'], rows)
+    print()
+    common.print_table(["time / Ulysses'", *(f'{tokens:,}' for tokens in lengths_of(lines)), 'peak, units'], rows)
 
 
 def goals(lines):
@@ -152,6 +146,7 @@ class Block(common.Benchmark):
             print(f'{name}, D = {group[0]["model_dim"]:,}, {group[0]["dtype"]}, {group[0]["products"]} products\n')
             runtime_table(group)
             ratio_table(group)
+            print()
         goals(lines)
 
     def picture(self, lines):

@@ -182,13 +182,13 @@ class Benchmark:
         with Lines(options.json, more) as lines:
             lines.print_header()
             if self.head:
-                table_head(self.head)
+                print_table(self.head)
             for number, (about, *case) in enumerate(cases):
                 log(f'{number + 1} of {len(cases)}: {about}')
                 for line in self.run(*case):
                     lines.write(line)
                     if self.head:
-                        table_line(self.row(line))
+                        print(table(self.row(line))[0], flush=True)
             self.header = lines.header
             self.end(lines.cases)
             self.picture(lines.cases)
@@ -367,13 +367,19 @@ def read_lines(path):
 
 # ---- tables ----
 
-def table_line(cells):
-    print('| ' + ' | '.join(cells) + ' |', flush=True)
+def table(head, rows=()):
+    """Lines of a table in Markdown."""
+    lines = [f'| {" | ".join(map(str, cells))} |' for cells in (head, *rows)]
+    return [lines[0], '|' + '---|' * len(head), *lines[1:]]
 
 
-def table_head(cells):
-    table_line(cells)
-    table_line(['---'] * len(cells))
+def print_table(head, rows=()):
+    print(*table(head, rows), sep='\n', flush=True)
+
+
+def amount(tokens):
+    """512, 4k, 1M."""
+    return f'{tokens >> 20}M' if tokens % (1 << 20) == 0 else f'{tokens >> 10}k' if tokens % 1024 == 0 else str(tokens)
 
 
 def counted(number, what='thread'):

@@ -68,8 +68,8 @@ import time
 
 import gpu_build
 import gpu_table
-from gpu_run import (BUILD, COMMAND, CONTESTANTS, RUNNING, TOP, Failed, Lost, Run, end_all, keep, kept, kill_session,
-                     number)
+import picture
+from gpu_run import (BUILD, COMMAND, CONTESTANTS, RUNNING, TOP, Failed, Lost, Run, end_all, keep, kill_session, number)
 
 RESULTS = os.path.join(TOP, 'bench', 'results')
 PEERS = os.path.join(TOP, 'bench', 'gpu_peers.py')
@@ -481,13 +481,11 @@ def train_step(run, command):
 # ---- chart ----
 
 def chart(run):
-    try:
-        import matplotlib
-    except ImportError:
+    plt, roof = picture.pyplot(), gpu_table.kept(run.results, 'roofline')
+    if plt is None:
         return run.report('left out: the chart, as matplotlib is not installed')
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    roof = kept(run, 'roofline')
+    if not roof:
+        raise Failed('there is no result of roofline yet')
     shapes = {shape: row for shape, row in gpu_table.shapes(run.results).items() if 'margin' not in shape}
     product = roof['figures'][0]['product_flop_per_s'] / 1e12
     names = [name for name in COLORS if any(name in row for row in shapes.values())]
@@ -500,15 +498,14 @@ def chart(run):
                 panel.barh(*zip(*bars), height=0.8 / len(names), color=COLORS[name], label=name)
         panel.axvline(product, color='black', linewidth=1, label='a product of 8,192³')
         panel.set_title(f'{title}, TFLOP/s of visible pairs', fontsize=10)
-        panel.grid(True, axis='x', alpha=0.3)
-        panel.set_axisbelow(True)
+        picture.tidy(panel, 'x')
     panels[0].set_yticks(range(len(shapes)), shapes)
     panels[0].invert_yaxis()
     panels[1].legend(loc='lower right', fontsize=8)
     figure.suptitle(f"Attention in bf16 on {roof['device'].get('name', 'the device')}: tokens × heads")
     figure.tight_layout()
     path = os.path.join(run.results, 'gpu_attention.png')
-    figure.savefig(path, dpi=110)
+    picture.save(figure, path)
     return run.report(f'wrote {path}')
 
 

@@ -93,21 +93,21 @@ def mib(amount):
     return f'{amount / MIB:.2f}' if amount else '-'
 
 
-def print_table(cases):
+def print_table(lines):
     """All methods at one length."""
-    first = cases[0]
+    first = lines[0]
     print(f"{first['tokens']:,} tokens, {first['dtype']}: {first['heads']}/{first['kv_heads']} heads of "
           f"{first['head_dim']}, {first['ranks']} ranks; one unit, a rank's tokens x model dim, is "
           f"{first['unit_bytes'] / MIB:g} MiB\n")
-    common.table_head(['method', 'team x ring', 'stages x heads', 'peak, MiB', 'units', 'host, MiB', 'all-to-all, MiB', 'ring, MiB',
-                       'host link, MiB', 'forward, s', 'backward, s', f"time / {first['method']}"])
-    for case in cases:
-        sent = case['sent_bytes']
-        common.table_line([case['method'], f"{case['ranks'] // case['ring']} x {case['ring']}",
-                    f"{case['stages']} x {case['chunk']}", mib(case['peak_bytes']),
-                    f"{case['peak_bytes'] / case['unit_bytes']:.2f}", mib(case['host_bytes']),
-                    *(mib(sum(sent[way])) for way in ('team', 'ring', 'host')), f"{case['forward_s']:.3f}",
-                    f"{case['backward_s']:.3f}", rates.ratio_cell(case)])
+    rows = []
+    for line in lines:
+        sent = line['sent_bytes']
+        rows.append([line['method'], f"{line['ranks'] // line['ring']} x {line['ring']}", f"{line['stages']} x {line['chunk']}",
+                     mib(line['peak_bytes']), f"{line['peak_bytes'] / line['unit_bytes']:.2f}", mib(line['host_bytes']),
+                     *(mib(sum(sent[way])) for way in ('team', 'ring', 'host')), f"{line['forward_s']:.3f}",
+                     f"{line['backward_s']:.3f}", rates.ratio_cell(line)])
+    common.print_table(['method', 'team x ring', 'stages x heads', 'peak, MiB', 'units', 'host, MiB', 'all-to-all, MiB',
+                        'ring, MiB', 'host link, MiB', 'forward, s', 'backward, s', f"time / {first['method']}"], rows)
     print(flush=True)
 
 
@@ -155,7 +155,7 @@ class Methods(common.Benchmark):
             return picture.Panel(f'{title}, {dtype}', curves, **more)
 
         def longest(axes):
-            axes.set_xticks(given.tokens[-3:], map(picture.amount, given.tokens[-3:]))
+            axes.set_xticks(given.tokens[-3:], map(common.amount, given.tokens[-3:]))
             axes.set_xlim(left=0)
 
         def powers(axes):

@@ -33,9 +33,9 @@ def pyplot():
     return plt
 
 
-def tidy(axes):
-    """The look that all panels share."""
-    axes.grid(axis='y', color='#dddddd', linewidth=0.6)
+def tidy(axes, axis='y'):
+    """The look that all panels share; lines across this axis."""
+    axes.grid(axis=axis, color='#dddddd', linewidth=0.6)
     axes.set_axisbelow(True)
     for side in ('top', 'right'):
         axes.spines[side].set_visible(False)
@@ -44,11 +44,6 @@ def tidy(axes):
 def save(figure, path):
     figure.savefig(path, dpi=110, metadata={'Software': None})
     common.log(f'chart: {path}')
-
-
-def amount(tokens):
-    """512, 4k, 1M."""
-    return f'{tokens >> 20}M' if tokens >= 1 << 20 else f'{tokens / 1024:g}k' if tokens >= 1024 else f'{tokens:g}'
 
 
 def fill(axes, panel, bold, tick):
@@ -66,23 +61,24 @@ def fill(axes, panel, bold, tick):
     else:
         axes.set_ylim(bottom=0)
     axes.set_title(panel.title, fontsize=10)
-    axes.set_xlabel(panel.x)
-    axes.set_ylabel(panel.y)
     tidy(axes)
     if panel.more:
         panel.more(axes)
 
 
-def draw(path, title, grid, legend, *, share=('all', 'all'), size=(3.4, 3), margin=1.2, bold=None, tick=amount):
+def draw(path, title, grid, legend, *, share=('all', 'all'), size=(3.4, 3), margin=1.2, bold=None, tick=common.amount):
     """`share`: Matplotlib's sharex and sharey. `margin`: inches of the legend. `bold`: the colour of wider lines."""
     plt = pyplot()
     if plt is None:
         return
     wide, high = size[0] * len(grid[0]) + margin + 0.4, size[1] * len(grid) + 0.8
     figure, axes = plt.subplots(len(grid), len(grid[0]), figsize=(wide, high), sharex=share[0], sharey=share[1], squeeze=False)
-    for places, panels in zip(axes, grid):
-        for place, panel in zip(places, panels):
-            fill(place, panel, bold, tick)
+    for i, panels in enumerate(grid):
+        for j, panel in enumerate(panels):
+            fill(axes[i][j], panel, bold, tick)
+            # once for all panels that have it
+            axes[i][j].set_xlabel(panel.x if i + 1 == len(grid) or panel.x != grid[i + 1][j].x else '')
+            axes[i][j].set_ylabel(panel.y if j == 0 or panel.y != panels[j - 1].y else '')
     if legend:
         handles = [plt.Line2D([], [], color=colour, linestyle=dashes, marker=marker[0] if marker else None, markersize=3.5)
                    for _, colour, dashes, *marker in legend]
