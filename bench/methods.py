@@ -75,7 +75,7 @@ def passes(figures):
 
 def summary(config, rounds, base):
     """A line of the file, from what the program printed of a method, and of what it is compared with, in every round."""
-    method = rounds[0]
+    method, round_s = rounds[0], [round(value, 6) for value in passes(rounds)]
     return {**{key: config[key] for key in ('head_dim', 'dtype', 'heads', 'kv_heads', 'model_dim', 'tokens', 'products',
                                             'unit_bytes')},
             **{key: method[key] for key in ('ring', 'segments', 'chunk', 'stages', 'layout', 'ring_mode', 'host_bytes',
@@ -84,7 +84,7 @@ def summary(config, rounds, base):
             'peak_bytes': max(method['peak_bytes'].values()), 'plan_bytes': max(method['plan_bytes'].values()),
             'forward_s': statistics.median(one['seconds_fwd'] for one in rounds),
             'backward_s': statistics.median(one['seconds_bwd'] for one in rounds),
-            'total_s': statistics.median(passes(rounds)), 'round_s': [round(value, 6) for value in passes(rounds)],
+            'total_s': statistics.median(round_s), 'round_s': round_s,
             'cpu_s': {part: statistics.median(one['seconds_cpu'][part] for one in rounds) for part in method['seconds_cpu']},
             **rates.ratios(passes(rounds), passes(base))}
 

@@ -100,12 +100,12 @@ class Rates(common.Benchmark):
 
     def run(self, problem, threads):
         """A line for each operation: our rate, the peak's, and the peers'."""
-        wanted = getattr(self.options, 'ops', self.ops)
+        requested = getattr(self.options, 'ops', self.ops)
         served = {name: contestant.serve(problem, threads) for name, contestant in self.contestants.items()}
         served = {name: calls for name, calls in served.items() if calls is not None}
-        for op in self.ops[:1 + max(map(self.ops.index, wanted))]:
+        for op in self.ops[:1 + max(map(self.ops.index, requested))]:
             calls, peaks = {name: of[op] for name, of in served.items() if op in of}, []
-            if op not in wanted:
+            if op not in requested:
                 for call in calls.values():
                     call()
                 continue
