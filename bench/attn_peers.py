@@ -19,6 +19,7 @@ import warnings
 import numpy as np
 
 import common
+import rates
 
 POINTER, INT32, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 NAIVE_TOKENS = 4096  # its memory grows with their square
@@ -26,16 +27,6 @@ TABLE = 64  # rows of which others are made
 
 
 # ---- problems ----
-
-def to_bf16(x):
-    """f32 rounded to nearest, ties to even: the upper half of its bits."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(x):
-    return (x.astype(np.uint32) << 16).view(np.float32)
-
 
 class Problem:
     """One attention: its shape, its masks as in upipe_mask (packed: lengths of packed sequences), q, k, v and the
@@ -56,7 +47,7 @@ class Problem:
         if repeated:
             self.q *= np.float32(5)
         if dtype == 'bf16':
-            self.q, self.k, self.v, self.go = (from_bf16(to_bf16(x)) for x in (self.q, self.k, self.v, self.go))
+            self.q, self.k, self.v, self.go = (rates.to_f32(rates.to_bf16(x)) for x in (self.q, self.k, self.v, self.go))
 
     def draw(self, random, n):
         if not self.repeated:
@@ -85,7 +76,7 @@ class Problem:
         return (4 if op == 'fwd' else 10) * self.head_dim * self.pairs()
 
     def stored(self, x):
-        return to_bf16(x) if self.dtype == 'bf16' else x.copy()
+        return rates.to_bf16(x) if self.dtype == 'bf16' else x.copy()
 
     def reference(self):
         """o, lse, dq, dk, dv in double precision, by the definition."""
@@ -154,7 +145,7 @@ class Ours(common.Kernels):
         case.kept = arrays, work, p.cu_seqlens  # as long as somebody may call
 
         def results():
-            return {name: from_bf16(arrays[name]) if arrays[name].dtype == np.uint16 else arrays[name]
+            return {name: rates.to_f32(arrays[name])
                     for name in ('o', 'lse', 'dq', 'dk', 'dv')}
         return {'fwd': lambda: common.check(self.c.bench_attn_fwd(handle, case)),
                 'bwd': lambda: common.check(self.c.bench_attn_bwd(handle, case)), 'results': results}

@@ -52,16 +52,6 @@ class Product(ctypes.Structure):
                [(name, ctypes.c_int32) for name in ('flags', 'dtype', 'out_dtype')]
 
 
-def to_bf16(values):
-    """The upper halves of f32, to nearest even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def to_f32(values):
-    return values if values.dtype == np.float32 else (values.astype(np.uint32) << 16).view(np.float32)
-
-
 def address(array):
     return array.ctypes.data_as(ctypes.c_void_p)
 
@@ -81,7 +71,7 @@ class Problem:
                   (self.n, self.k) if self.trans_b else (self.k, self.n)]
         self.a, self.b = [random.standard_normal(size, dtype=np.float32) for size in shapes]
         if dtype == 'bf16':
-            self.a, self.b = to_bf16(self.a), to_bf16(self.b)
+            self.a, self.b = rates.to_bf16(self.a), rates.to_bf16(self.b)
         self.out_dtype = 'bf16' if dtype == 'bf16' and shape == 'qkv_nt' else 'f32'
 
     def out(self, dtype='f32'):
@@ -91,7 +81,7 @@ class Problem:
         return 2.0 * self.m * self.n * self.k
 
     def reference(self):
-        a, b = to_f32(self.a).astype(np.float64), to_f32(self.b).astype(np.float64)
+        a, b = rates.to_f32(self.a).astype(np.float64), rates.to_f32(self.b).astype(np.float64)
         return {'c': (a.T if self.trans_a else a) @ (b.T if self.trans_b else b)}
 
 
@@ -111,7 +101,7 @@ class Ours(common.Kernels):
         work = common.aligned(product.work_bytes)
         product.work = work.ctypes.data
         product.kept = work, problem  # as long as somebody may call
-        return {'gemm': lambda: common.check(self.c.bench_gemm(handle, product)), 'results': lambda: {'c': to_f32(out)}}
+        return {'gemm': lambda: common.check(self.c.bench_gemm(handle, product)), 'results': lambda: {'c': rates.to_f32(out)}}
 
 
 class Bf16(Ours):

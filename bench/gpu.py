@@ -356,20 +356,10 @@ def attention_seconds(command):
     return COMMAND + each * (1 if '--kernels' in command else len(CONTESTANTS))
 
 
-def rates(kernel):
-    for word in 'refused', 'failed':
-        if word in kernel:
-            return word
-    return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}"
-
-
 def show(run, figure):
     if 'kernels' in figure:
-        mask = ' causal' if figure['causal'] else ' full'
-        mask += f" window {figure['window']}" if figure['window'] else ''
-        mask += f" {figure['cu_seqlens']} packed sequences" if figure['cu_seqlens'] else ''
-        run.log(f"d {figure['head_dim']}{mask} {figure['tokens']}, TFLOP/s forward / backward: "
-                + ', '.join(f"{kernel['name']} {rates(kernel)}" for kernel in figure['kernels']))
+        run.log(f'{gpu_table.shape_of(figure)}, TFLOP/s forward / backward: '
+                + ', '.join(f"{kernel['name']} {gpu_table.rate(kernel)}" for kernel in figure['kernels']))
 
 
 def shape_of(tokens, dim, heads, *more):
@@ -508,8 +498,7 @@ def chart(run):
     figure.suptitle(f"Attention in bf16 on {roof['device'].get('name', 'the device')}: tokens × heads")
     figure.tight_layout()
     path = os.path.join(run.results, 'gpu_attention.png')
-    picture.save(figure, path)
-    return run.report(f'wrote {path}')
+    return picture.save(figure, path)
 
 
 def table(run):

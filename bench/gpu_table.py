@@ -49,22 +49,26 @@ def rate(kernel):
     return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}{spread}"
 
 
+def shape_of(figure):
+    """Head dim, mask, tokens and heads in words."""
+    mask = 'causal' if figure['causal'] else 'full'
+    mask += f", window {figure['window']}" if figure['window'] else ''
+    mask += f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
+    heads = str(figure['heads'])
+    heads += '' if figure['heads'] == figure['kv_heads'] else f"/{figure['kv_heads']}"
+    margin = f", margin {figure['margin']}" if figure.get('margin') else ''
+    return f"d {figure['head_dim']}, {mask}, {common.amount(figure['tokens'])} × {heads}{margin}"
+
+
 def shapes(folder):
     """What each contestant did at each shape; contestants of several commands at one shape stand together."""
     rows = {}
     for stage in 'attention', 'long', 'masks', 'repeat':
         for figure in kept(folder, stage).get('figures', []):
-            if 'tokens' not in figure:
-                continue
-            mask = 'causal' if figure['causal'] else 'full'
-            mask += f", window {figure['window']}" if figure['window'] else ''
-            mask += f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
-            heads = str(figure['heads'])
-            heads += '' if figure['heads'] == figure['kv_heads'] else f"/{figure['kv_heads']}"
-            margin = f", margin {figure['margin']}" if figure.get('margin') else ''
-            row = rows.setdefault(f"d {figure['head_dim']}, {mask}, {common.amount(figure['tokens'])} × {heads}{margin}", {})
-            for kernel in figure['kernels']:
-                row.setdefault(kernel['name'], kernel)
+            if 'tokens' in figure:
+                row = rows.setdefault(shape_of(figure), {})
+                for kernel in figure['kernels']:
+                    row.setdefault(kernel['name'], kernel)
     return rows
 
 

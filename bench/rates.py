@@ -15,6 +15,17 @@ REST = 0.01  # seconds between two turns, in which the threads of the one before
 NAMES = {'fwd': 'forward', 'bwd': 'backward'}
 
 
+def to_bf16(x):
+    """f32 rounded to nearest, ties to even: the upper half of its bits."""
+    bits = x.astype('float32').view('uint32')
+    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype('uint16')
+
+
+def to_f32(x):
+    """bf16 widened; f32 as it is."""
+    return (x.astype('uint32') << 16).view('float32') if x.dtype == 'uint16' else x
+
+
 def validate(contestants, problems, ops, bounds):
     """{contestant: {dtype: its largest error}}, errors over a result's largest value. `problems`: (problem, threads). Ends
     the program where an error is above the bound of the dtype."""
