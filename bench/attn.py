@@ -68,15 +68,18 @@ class Attn(rates.Rates):
         return super().run(attn_peers.Problem(tokens, heads_of(tokens), dim, dtype, causal), threads)
 
     def cells(self, line):
-        return [rates.NAMES[line['op'][-3:]], str(line['head_dim']), line['dtype'], 'causal' if line['causal'] else 'full',
-                f"{line['tokens']:,} x {line['heads']}", str(line['threads'])]
+        return [rates.NAMES[line['op'][-3:]], str(line['head_dim']), line['dtype'],
+                'causal' if line['causal'] else 'full', f"{line['tokens']:,} x {line['heads']}",
+                str(line['threads'])]
 
     def panel(self, lines, op, dim, dtype):
         """Rates over tokens, causal solid, full dashed."""
         shown = [line for line in lines if (line['op'], line['head_dim'], line['dtype']) == (op, dim, dtype)]
-        curves = [([(line['tokens'], rate) for line in shown for rate in [self.rate_of(line, name)]
-                    if rate and line['causal'] == causal], common.COLOURS[name], dashes)
-                  for causal, dashes in ((True, picture.SOLID), (False, picture.DASHED)) for name in ['ours', *self.names]]
+        curves = []
+        for causal, dashes in (True, picture.SOLID), (False, picture.DASHED):
+            of_mask = [line for line in shown if line['causal'] == causal]
+            curves += [self.curve(name, of_mask, lambda line, rate: (line['tokens'], rate), dashes)
+                       for name in ['ours', *self.names]]
         peak = statistics.median(line['peak_gflops'] for line in shown)
         return picture.Panel(f'{rates.NAMES[op[-3:]]}, head dim {dim}, {dtype}', curves, x='tokens', y='GFLOP/s',
                              levels=[(peak, picture.DOTTED)])
@@ -86,11 +89,13 @@ class Attn(rates.Rates):
         threads = max(line['threads'] for line in lines)
         lines = [line for line in lines if line['threads'] == threads]
         ops = sorted({line['op'] for line in lines}, reverse=True)
-        kinds = sorted({(line['head_dim'], line['dtype']) for line in lines}, key=lambda kind: (kind[1] != 'f32', kind[0]))
+        kinds = sorted({(line['head_dim'], line['dtype']) for line in lines},
+                       key=lambda kind: (kind[1] != 'f32', kind[0]))
         legend = [*self.legend(), ('causal', picture.GREY, picture.SOLID), ('full', picture.GREY, picture.DASHED),
                   ('peak', picture.BLACK, picture.DOTTED)]
         picture.draw(self.options.chart, f'Attention, {common.counted(threads)}: {self.header["machine"]}',
-                     [[self.panel(lines, op, *kind) for kind in kinds] for op in ops], legend, bold=common.COLOURS['ours'])
+                     [[self.panel(lines, op, *kind) for kind in kinds] for op in ops], legend,
+                     bold=common.COLOURS['ours'])
 
 
 if __name__ == '__main__':

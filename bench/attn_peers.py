@@ -36,23 +36,23 @@ class Problem:
     repeated  every row is one of 64, and q five times as large, in place of normal values
     """
 
-    def __init__(self, tokens, heads, head_dim, dtype, causal, *, keys=None, window=0, packed=(), softcap=0, repeated=False):
+    def __init__(self, tokens, heads, head_dim, dtype, causal, *, keys=None, window=0, packed=(), softcap=0,
+                 repeated=False):
         self.tokens, self.heads, self.head_dim, self.dtype, self.causal = tokens, heads, head_dim, dtype, causal
         self.keys, self.window, self.softcap, self.repeated = keys or tokens, window, softcap, repeated
         self.cu_seqlens = np.cumsum([0, *packed], dtype=np.int64)
         self.fields = {'head_dim': head_dim, 'dtype': dtype, 'causal': causal, 'tokens': tokens, 'heads': heads}
         self.about = f'head dim {head_dim}, {dtype}, {"causal" if causal else "full"}'
         random = np.random.default_rng(1)
-        self.q, self.k, self.v, self.go = (self.draw(random, n) for n in (tokens, self.keys, self.keys, tokens))
+        made = [self.draw(random, n) for n in (tokens, self.keys, self.keys, tokens)]
         if repeated:
-            self.q *= np.float32(5)
-        if dtype == 'bf16':
-            self.q, self.k, self.v, self.go = (rates.to_f32(rates.to_bf16(x)) for x in (self.q, self.k, self.v, self.go))
+            made[0] *= np.float32(5)
+        self.q, self.k, self.v, self.go = [rates.to_f32(rates.to_bf16(x)) for x in made] if dtype == 'bf16' else made
 
     def draw(self, random, n):
-        if not self.repeated:
-            return random.standard_normal((n, self.heads, self.head_dim), dtype=np.float32)
-        return random.standard_normal((TABLE, self.heads, self.head_dim), dtype=np.float32)[random.integers(TABLE, size=n)]
+        shape = TABLE if self.repeated else n, self.heads, self.head_dim
+        values = random.standard_normal(shape, dtype=np.float32)
+        return values[random.integers(TABLE, size=n)] if self.repeated else values
 
     def sight(self):
         """Row i sees the keys [first[i], end[i])."""
@@ -80,7 +80,8 @@ class Problem:
 
     def reference(self):
         """o, lse, dq, dk, dv in double precision, by the definition."""
-        out = {name: np.empty(like.shape) for name, like in zip(('o', 'dq', 'dk', 'dv'), (self.q, self.q, self.k, self.k))}
+        out = {'o': np.empty(self.q.shape), 'dq': np.empty(self.q.shape), 'dk': np.empty(self.k.shape),
+               'dv': np.empty(self.k.shape)}
         out['lse'] = np.empty((self.tokens, self.heads))
         scale, keys = self.head_dim ** -0.5, np.arange(self.keys)
         first, end = (side[:, None] for side in self.sight())

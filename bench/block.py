@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """block.py -- UPipe's attention block beside Ulysses', over U and S
 
-Compiles examples/compare and runs it: forward and backward of one causal block with RoPE, on ranks that are threads. A
-run has Ulysses (U = H) and UPipe with one U in one process, over the same data; each round has a run for U = C, 2C, ...
-below H, with the two methods in the opposite order every other round. In every run their results must have the bits that
-their plans promise, and bytes held and sent must be the planned ones.
+Compiles examples/compare and runs it: forward and backward of one causal block with RoPE, on ranks that are threads.
+A run has Ulysses (U = H) and UPipe with one U in one process, over the same data; each round has a run for U = C, 2C,
+... below H, with the two methods in the opposite order every other round. In every run their results must have the bits
+that their plans promise, and bytes held and sent must be the planned ones.
 
 Prints the paper's runtime table (tab:runtime, Appendix C) and ratios to Ulysses over U and S, and draws the paper's
 ablation (fig:chunk_size: U against time and memory). Where ranks outnumber cores, wall clock is the sum of their work;
@@ -62,7 +62,8 @@ def runtime_table(lines):
     for method, name in NAMES.items():
         chunk = min(line['chunk'] for line in select(lines, method=method))
         columns = [select(lines, method=method, chunk=chunk, tokens=tokens)[0] for tokens in lengths_of(lines)]
-        rows += [[name, f'{label}, CPU s', *(f'{line["cpu_s"][part]:.3f}' for line in columns)] for part, label in PARTS.items()]
+        rows += [[name, f'{label}, CPU s', *(f'{line["cpu_s"][part]:.3f}' for line in columns)]
+                 for part, label in PARTS.items()]
         rows.append([name, '**total, s**', *(f'**{line["total_s"]:.3f}**' for line in columns)])
     common.print_table(['method', 'part', *(f'{tokens:,}' for tokens in lengths_of(lines))], rows)
 
@@ -73,7 +74,8 @@ def ratio_table(lines):
     for method, chunk in sorted({(line['method'], line['chunk']) for line in lines}):
         columns = [select(lines, method=method, chunk=chunk, tokens=tokens)[0] for tokens in lengths_of(lines)]
         cells = ['1' if method == 'ulysses' else rates.ratio_cell(line, 'ratio_to_ulysses') for line in columns]
-        rows.append([f'{NAMES[method]}, U = {chunk}', *cells, f"{columns[-1]['peak_bytes'] / columns[-1]['unit_bytes']:.2f}"])
+        units = columns[-1]['peak_bytes'] / columns[-1]['unit_bytes']
+        rows.append([f'{NAMES[method]}, U = {chunk}', *cells, f'{units:.2f}'])
     print()
     common.print_table(["time / Ulysses'", *(f'{tokens:,}' for tokens in lengths_of(lines)), 'peak, units'], rows)
 
@@ -94,10 +96,11 @@ class Block(common.Benchmark):
         parser.add_argument('--shapes', type=shapes, metavar='LIST', default=list(SHAPES),
                             help=f'RANKSxHEADS/KV_HEADS,... (4x16/4,4x16/16,8x32/8,8x32/32); heads of {HEAD_DIM}')
         common.add_list(parser, '--tokens', 'lengths of the sequence (2048 to 32768, less for larger shapes)', None)
-        parser.add_argument('--rounds', type=common.positive, metavar='N', help='rounds that are timed (9 to 3, by length)')
+        parser.add_argument('--rounds', type=common.positive, metavar='N',
+                            help='rounds that are timed (9 to 3, by length)')
         parser.add_argument('--dtype', choices=methods.DTYPES, default='f32', help='storage type (f32)')
         parser.add_argument('--products', choices=['built-in', 'blas'], default='built-in',
-                            help='who multiplies matrices for all methods: the library, or an OpenBLAS that is installed')
+                            help='who multiplies matrices for both: the library, or an OpenBLAS that is installed')
 
     def open(self):
         if self.options.products == 'blas':
@@ -120,8 +123,9 @@ class Block(common.Benchmark):
         for turn in range(self.options.rounds or ROUNDS.get(tokens, max(ROUNDS.values()))):
             for chunk in chunks:
                 config, figures = methods.compare(
-                    self.program, list(NAMES)[::1 if turn % 2 == 0 else -1], ranks=ranks, heads=heads, kv_heads=kv_heads,
-                    head_dim=HEAD_DIM, chunk=chunk, tokens=tokens, dtype=self.options.dtype, rope=True, check='off')
+                    self.program, list(NAMES)[::1 if turn % 2 == 0 else -1], ranks=ranks, heads=heads,
+                    kv_heads=kv_heads, head_dim=HEAD_DIM, chunk=chunk, tokens=tokens, dtype=self.options.dtype,
+                    rope=True, check='off')
                 rounds[chunk].append(figures)
         ulysses = [one['ulysses'] for of in rounds.values() for one in of]
         yield self.line(config, ulysses, ulysses)
@@ -135,8 +139,9 @@ class Block(common.Benchmark):
         line['cpu_s']['other'] = line['cpu_s']['all'] - known
         cpu = [one['seconds_cpu']['all'] / other['seconds_cpu']['all'] for one, other in zip(figures, base)]
         ratio, ends = line.pop('ratio'), line.pop('ratio_range')
-        return {'op': 'block', **line, 'total_s_range': [min(line['round_s']), max(line['round_s'])], 'rounds': len(figures),
-                'ratio_to_ulysses': ratio, 'ratio_to_ulysses_range': ends, 'cpu_ratio_to_ulysses': statistics.median(cpu)}
+        return {'op': 'block', **line, 'total_s_range': [min(line['round_s']), max(line['round_s'])],
+                'rounds': len(figures), 'ratio_to_ulysses': ratio, 'ratio_to_ulysses_range': ends,
+                'cpu_ratio_to_ulysses': statistics.median(cpu)}
 
     def end(self, lines):
         self.groups = {}
@@ -159,8 +164,8 @@ class Block(common.Benchmark):
             def more(axes):
                 axes.vlines(range(len(sweep)), [point[1] for point in points], [point[2] for point in points],
                             color=COLOUR, linewidth=3, alpha=0.35)
-                axes.set_xticks(range(len(sweep)), [f'U = {line["chunk"]}' + ('\nUlysses' if line['method'] == 'ulysses' else '')
-                                                    for line in sweep])
+                axes.set_xticks(range(len(sweep)), [
+                    f'U = {line["chunk"]}' + ('\nUlysses' if line['method'] == 'ulysses' else '') for line in sweep])
                 axes.set_xlim(-0.4, len(sweep) - 0.6)
                 axes.set_ylim(0, 1.15 * max(point[2] for point in points))
             curve = [(place, point[0]) for place, point in enumerate(points)]
@@ -170,7 +175,8 @@ class Block(common.Benchmark):
             longest = select(group, tokens=lengths_of(group)[-1])
             grid[0].append(panel(longest, f'{name}\n{longest[0]["tokens"]:,} tokens',
                                  lambda line: (line['total_s'], *line['total_s_range']), 'forward and backward, s'))
-            grid[1].append(panel(longest, '', lambda line: (line['peak_bytes'] / methods.MIB,) * 3, 'peak of a rank, MiB'))
+            grid[1].append(panel(longest, '', lambda line: (line['peak_bytes'] / methods.MIB,) * 3,
+                                 'peak of a rank, MiB'))
         picture.draw(self.options.chart, '', grid, [], share=('none', 'none'), size=(3.4, 2.6), margin=0.2)
 
 

@@ -1,9 +1,10 @@
 """common.py -- what the benchmarks share: command line, machine, compiling, files, table; a benchmark's frame
 
-A benchmark is a script bench/NAME.py that `sh bench/run.sh NAME` starts with a Python that has NumPy: a Benchmark with a
-table of cases and a function that runs one. Its files are JSON lines: first the header (machine, compiler, command, and
-what the benchmark adds), then one line a case, with the fields of CASE that say which case it is, and measured values, of
-which compare.py knows those in BETTER. Who times contestants against each other is a Rates (rates.py).
+A benchmark is a script bench/NAME.py that `sh bench/run.sh NAME` starts with a Python that has NumPy: a Benchmark
+with a table of cases and a function that runs one. Its files are JSON lines: first the header (machine, compiler,
+command, and what the benchmark adds), then one line a case, with the fields of CASE that say which case it is, and
+measured values, of which compare.py knows those in BETTER. Who times contestants against each other is a Rates
+(rates.py).
 """
 
 import argparse
@@ -32,9 +33,9 @@ PEER_ISA = {
 }
 
 # Fields that say which case a line is about.
-CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap', 'heads', 'kv_heads',
-        'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes', 'ranks', 'ring', 'segments',
-        'chunk', 'tokens', 'threads', 'products']
+CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap',
+        'heads', 'kv_heads', 'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes', 'ranks',
+        'ring', 'segments', 'chunk', 'tokens', 'threads', 'products']
 # Measured fields: 1 where more is better, -1 where less is.
 BETTER = {'gflops': 1, 'gbytes_per_s': 1, 'seconds': -1, 'forward_s': -1, 'backward_s': -1, 'l2': -1}
 # Everyone's colour in a picture.
@@ -147,7 +148,8 @@ class Benchmark:
             parser.add_argument('--peer-isa', choices=['native', *sorted(PEER_ISA)], default='native',
                                 help='the most that torch and oneDNN may use (native: AMX too where there is AMX)')
         if self.rounds:
-            parser.add_argument('--rounds', type=positive, metavar='N', help=f'turns of all that is compared ({self.rounds})')
+            parser.add_argument('--rounds', type=positive, metavar='N',
+                                help=f'turns of all that is compared ({self.rounds})')
         parser.add_argument('--needs', action='store_true', help='print the packages that these flags need, and end')
         self.flags(parser)
         return parser

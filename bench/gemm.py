@@ -90,7 +90,8 @@ class Problem:
 class Ours(common.Kernels):
     def __init__(self, options):
         why, product = ctypes.c_char_p, [ctypes.c_void_p, ctypes.POINTER(Product)]
-        super().__init__('gemm.c', options.isa, ('bench_gemm', why, product), ('bench_gemm_bytes', ctypes.c_int64, product),
+        super().__init__('gemm.c', options.isa, ('bench_gemm', why, product),
+                         ('bench_gemm_bytes', ctypes.c_int64, product),
                          ('bench_use_bf16_gemm', why, [ctypes.c_void_p]), ('bench_bf16_name', why, []))
 
     def serve(self, problem, threads):
@@ -101,7 +102,8 @@ class Ours(common.Kernels):
         work = common.aligned(product.work_bytes)
         product.work = work.ctypes.data
         product.kept = work, problem  # as long as somebody may call
-        return {'gemm': lambda: common.check(self.c.bench_gemm(handle, product)), 'results': lambda: {'c': rates.to_f32(out)}}
+        return {'gemm': lambda: common.check(self.c.bench_gemm(handle, product)),
+                'results': lambda: {'c': rates.to_f32(out)}}
 
 
 class Bf16(Ours):
@@ -226,8 +228,8 @@ class Gemm(rates.Rates):
         given = self.options
         for shape, tokens, columns, model, dtype, threads in itertools.product(
                 given.shapes, given.tokens, given.columns, given.model_dims, given.dtypes, given.threads):
-            yield (f'{shape}, {tokens} tokens, {columns} columns, model dim {model}, {dtype}, {common.counted(threads)}',
-                   shape, tokens, columns, model, dtype, threads)
+            yield (f'{shape}, {tokens} tokens, {columns} columns, model dim {model}, {dtype}, '
+                   f'{common.counted(threads)}', shape, tokens, columns, model, dtype, threads)
 
     def run(self, shape, tokens, columns, model, dtype, threads):
         return super().run(Problem(shape, tokens, columns, model, dtype), threads)
@@ -236,7 +238,8 @@ class Gemm(rates.Rates):
         return [line['shape'], f"{line['m']} x {line['n']} x {line['k']}", line['dtype'], str(line['threads'])]
 
     def picture(self, lines):
-        """Shares of the peak over a stage's columns: a row a data type, a column a shape; the most tokens and threads."""
+        """Shares of the peak over a stage's columns, of the most tokens and threads: a row a data type, a column a
+        shape."""
         given = self.options
         threads, tokens, model = max(given.threads), max(given.tokens), max(given.model_dims)
 
@@ -245,11 +248,12 @@ class Gemm(rates.Rates):
             t, n, d = {'qkv_nt': ('m', 'n', 'k'), 'dx_nn': ('m', 'k', 'n'), 'dw_tn': ('k', 'm', 'n')}[shape]
             shown = [line for line in lines if (line['shape'], line['dtype'], line['threads'], line[t], line[d]) ==
                      (shape, dtype, threads, tokens, model)]
-            curves = [([(line[n], 100 * rate / line['peak_gflops']) for line in shown for rate in [self.rate_of(line, name)]
-                        if rate], common.COLOURS[name], picture.SOLID) for name in ['ours', *self.names]]
+            curves = [self.curve(name, shown, lambda line, rate: (line[n], 100 * rate / line['peak_gflops']),
+                                 picture.SOLID) for name in ['ours', *self.names]]
             return picture.Panel(f'{shape}, {dtype}', curves, x='columns of a stage', y='% of the f32 peak')
         picture.draw(given.chart, f'Products of {tokens} tokens, model dim {model}, {common.counted(threads)}: '
-                     f'{self.header["machine"]}', [[panel(shape, dtype) for shape in given.shapes] for dtype in given.dtypes],
+                     f'{self.header["machine"]}',
+                     [[panel(shape, dtype) for shape in given.shapes] for dtype in given.dtypes],
                      self.legend(), bold=common.COLOURS['ours'], tick=str)
 
 

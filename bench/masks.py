@@ -65,9 +65,11 @@ class Masks(common.Benchmark):
         given = self.options
         self.ours = peers.Ours(given)
         common.log('validating against double precision')
-        errors = {kind: rates.validate({kind: self.ours}, [
-            (peers.Problem(*attn.VALIDATED, dim, dtype, True, **VALIDATED[kind]), threads) for dim, dtype, threads in
-            itertools.product(given.dims, given.dtypes, given.threads)], OPS, attn.BOUNDS)[kind] for kind in given.kinds}
+        errors = {}
+        for kind in given.kinds:
+            problems = [(peers.Problem(*attn.VALIDATED, dim, dtype, True, **VALIDATED[kind]), threads)
+                        for dim, dtype, threads in itertools.product(given.dims, given.dtypes, given.threads)]
+            errors |= rates.validate({kind: self.ours}, problems, OPS, attn.BOUNDS)
         return {'kernels': self.ours.about, 'errors': errors}
 
     def cases(self):
@@ -76,13 +78,16 @@ class Masks(common.Benchmark):
             yield f'{kind}, head dim {dim}, {dtype}, {common.counted(threads)}', kind, dim, dtype, threads
 
     def run(self, kind, dim, dtype, threads):
-        return getattr(self, kind)(threads, lambda tokens, **mask: peers.Problem(tokens, HEADS, dim, dtype, True, **mask))
+        def problem(tokens, **mask):
+            return peers.Problem(tokens, HEADS, dim, dtype, True, **mask)
+        return {'packed': self.packed, 'window': self.window, 'softcap': self.softcap}[kind](threads, problem)
 
     def packed(self, threads, problem):
         for tokens in QUICK_SEQUENCE_TOKENS if self.options.quick else SEQUENCE_TOKENS:
             one = problem(SEQUENCES * tokens, packed=[tokens] * SEQUENCES)
             for op, seconds, peak in self.measure({'packed': [one], 'alone': [problem(tokens)] * SEQUENCES}, threads):
-                yield self.line('packed', op, one, threads, seconds['packed'], seconds['alone'], peak, sequences=SEQUENCES)
+                yield self.line('packed', op, one, threads, seconds['packed'], seconds['alone'], peak,
+                                sequences=SEQUENCES)
 
     def window(self, threads, problem):
         window, lengths = (QUICK_WINDOW, QUICK_WINDOW_TOKENS) if self.options.quick else (WINDOW, WINDOW_TOKENS)
@@ -97,11 +102,12 @@ class Masks(common.Benchmark):
         for tokens in QUICK_SOFTCAP_TOKENS if self.options.quick else SOFTCAP_TOKENS:
             capped = problem(tokens, softcap=SOFTCAP)
             for op, seconds, peak in self.measure({'capped': [capped], 'plain': [problem(tokens)]}, threads):
-                yield self.line('softcap', op, capped, threads, seconds['capped'], seconds['plain'], peak, softcap=SOFTCAP)
+                yield self.line('softcap', op, capped, threads, seconds['capped'], seconds['plain'], peak,
+                                softcap=SOFTCAP)
 
     def measure(self, sides, threads):
-        """Each operation, with the seconds of every side's rounds and the peak. A side is a list of problems, called one
-        after the other."""
+        """Each operation, with the seconds of every side's rounds and the peak. A side is a list of problems, called
+        one after the other."""
         served = {name: [self.ours.serve(problem, threads) for problem in problems] for name, problems in sides.items()}
         for op in OPS:  # a backward reads what the forward before it left
             peaks = []
@@ -134,8 +140,8 @@ class Masks(common.Benchmark):
             worst = max(of, key=lambda line: line['ratio'])
             goal = f"; at most {GOAL}: {'met' if worst['ratio'] <= GOAL else 'missed'}" if kind == 'packed' else ''
             print(f"largest: {compared(worst, self.shortest)}, {rates.NAMES[worst['op'][-3:]]}, head dim "
-                  f"{worst['head_dim']}, {worst['dtype']}, {worst['tokens']:,} tokens, {common.counted(worst['threads'])}: "
-                  f"{worst['ratio']:.3f}{goal}")
+                  f"{worst['head_dim']}, {worst['dtype']}, {worst['tokens']:,} tokens, "
+                  f"{common.counted(worst['threads'])}: {worst['ratio']:.3f}{goal}")
 
     def picture(self, lines):
         """A panel a kind; forward solid, backward dashed, a colour for head dim and data type; the most threads."""
@@ -143,15 +149,18 @@ class Masks(common.Benchmark):
         threads = max(given.threads)
         colours = dict(zip(itertools.product(given.dims, given.dtypes), itertools.cycle(COLOURS)))
 
-        def points(lines):
-            """Where they lie in their panel."""
-            return [(line['tokens'], 1e6 * line['seconds_per_token']) if kind_of(line) == 'window' else
-                    (line['tokens'] // line.get('sequences', 1), line['ratio']) for line in lines]
+        def place(line):
+            """Where it lies in its panel."""
+            if kind_of(line) == 'window':
+                return line['tokens'], 1e6 * line['seconds_per_token']
+            return line['tokens'] // line.get('sequences', 1), line['ratio']
 
         def panel(kind):
-            curves = [(points([line for line in lines if (line['op'], line['threads'], line['head_dim'], line['dtype']) ==
-                               (f'{kind}_{op}', threads, *of_type)]), colour, dashes)
-                      for of_type, colour in colours.items() for op, dashes in zip(OPS, (picture.SOLID, picture.DASHED))]
+            shown, curves = [line for line in lines if line['threads'] == threads], []
+            for of_type, colour in colours.items():
+                for op, dashes in zip(OPS, (picture.SOLID, picture.DASHED)):
+                    curves.append(([place(line) for line in shown if (line['op'], line['head_dim'], line['dtype']) ==
+                                    (f'{kind}_{op}', *of_type)], colour, dashes))
             levels = [(1, picture.SOLID)] if kind != 'window' else []
             levels += [(GOAL, picture.DOTTED)] if kind == 'packed' else []
             about, x, y = PANELS[kind]
@@ -160,7 +169,8 @@ class Masks(common.Benchmark):
         legend += [('forward', picture.GREY, picture.SOLID), ('backward', picture.GREY, picture.DASHED)]
         legend += [('goal', picture.BLACK, picture.DOTTED)] if 'packed' in given.kinds else []
         picture.draw(given.chart, f'Masks, {common.counted(threads)}: {self.header["machine"]}',
-                     [[panel(kind) for kind in given.kinds]], legend, share=('none', 'none'), size=(3.6, 3), tick='{:,}'.format)
+                     [[panel(kind) for kind in given.kinds]], legend, share=('none', 'none'), size=(3.6, 3),
+                     tick='{:,}'.format)
 
 
 if __name__ == '__main__':

@@ -7,10 +7,10 @@ other, in the opposite order every other round. Before, each is held to a refere
 in every run bytes held and sent must be those of its plan.
 
 In the numbers, seconds are medians over rounds, from a barrier until the slowest rank is done; cpu_s those of the
-processors, of all ranks together, by part. Bytes are the largest of one rank: peak_bytes of the device, host_bytes beside
-it, sent_bytes [forward, backward] to its team (all-to-all), to its ring, and over the link between device and host.
-`ratio` is the time of forward and backward over that of the first method, the median of those within a round. Where
-ranks outnumber cores, time is the sum of their work.
+processors, of all ranks together, by part. Bytes are the largest of one rank: peak_bytes of the device, host_bytes
+beside it, sent_bytes [forward, backward] to its team (all-to-all), to its ring, and over the link between device and
+host. `ratio` is the time of forward and backward over that of the first method, the median of those within a round.
+Where ranks outnumber cores, time is the sum of their work.
 
 Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 """
@@ -74,7 +74,7 @@ def passes(figures):
 
 
 def summary(config, rounds, base):
-    """A line of the file, from what the program printed of a method, and of what it is compared with, in every round."""
+    """A line of the file, from what the program printed in every round of a method and of what it is compared with."""
     method, round_s = rounds[0], [round(value, 6) for value in passes(rounds)]
     return {**{key: config[key] for key in ('head_dim', 'dtype', 'heads', 'kv_heads', 'model_dim', 'tokens', 'products',
                                             'unit_bytes')},
@@ -85,7 +85,8 @@ def summary(config, rounds, base):
             'forward_s': statistics.median(one['seconds_fwd'] for one in rounds),
             'backward_s': statistics.median(one['seconds_bwd'] for one in rounds),
             'total_s': statistics.median(round_s), 'round_s': round_s,
-            'cpu_s': {part: statistics.median(one['seconds_cpu'][part] for one in rounds) for part in method['seconds_cpu']},
+            'cpu_s': {part: statistics.median(one['seconds_cpu'][part] for one in rounds)
+                      for part in method['seconds_cpu']},
             **rates.ratios(passes(rounds), passes(base))}
 
 
@@ -102,8 +103,9 @@ def print_table(lines):
     rows = []
     for line in lines:
         sent = line['sent_bytes']
-        rows.append([line['method'], f"{line['ranks'] // line['ring']} x {line['ring']}", f"{line['stages']} x {line['chunk']}",
-                     mib(line['peak_bytes']), f"{line['peak_bytes'] / line['unit_bytes']:.2f}", mib(line['host_bytes']),
+        rows.append([line['method'], f"{line['ranks'] // line['ring']} x {line['ring']}",
+                     f"{line['stages']} x {line['chunk']}", mib(line['peak_bytes']),
+                     f"{line['peak_bytes'] / line['unit_bytes']:.2f}", mib(line['host_bytes']),
                      *(mib(sum(sent[way])) for way in ('team', 'ring', 'host')), f"{line['forward_s']:.3f}",
                      f"{line['backward_s']:.3f}", rates.ratio_cell(line)])
     common.print_table(['method', 'team x ring', 'stages x heads', 'peak, MiB', 'units', 'host, MiB', 'all-to-all, MiB',
@@ -132,7 +134,8 @@ class Methods(common.Benchmark):
         return {'errors': errors}
 
     def cases(self):
-        return [(f'{tokens} tokens, {dtype}', tokens, dtype) for dtype in self.options.dtypes for tokens in self.options.tokens]
+        return [(f'{tokens} tokens, {dtype}', tokens, dtype)
+                for dtype in self.options.dtypes for tokens in self.options.tokens]
 
     def run(self, tokens, dtype):
         methods, rounds = self.options.methods, []
@@ -150,8 +153,9 @@ class Methods(common.Benchmark):
         given = self.options
 
         def panel(title, dtype, value, **more):
-            curves = [([(line['tokens'], value(line)) for line in lines if (line['method'], line['dtype']) == (name, dtype)],
-                       *LINES[name]) for name in given.methods]
+            of_type = [line for line in lines if line['dtype'] == dtype]
+            curves = [([(line['tokens'], value(line)) for line in of_type if line['method'] == name], *LINES[name])
+                      for name in given.methods]
             return picture.Panel(f'{title}, {dtype}', curves, **more)
 
         def longest(axes):
@@ -161,13 +165,14 @@ class Methods(common.Benchmark):
         def powers(axes):
             axes.set_yscale('log', base=2)
             axes.yaxis.set_major_formatter(lambda value, _: f'{value:g}')
-        grid = [[panel('peak memory of a rank', dtype, lambda line: line['peak_bytes'] / MIB, y='MiB', linear=True, more=longest)
-                 for dtype in given.dtypes],
+        grid = [[panel('peak memory of a rank', dtype, lambda line: line['peak_bytes'] / MIB, y='MiB', linear=True,
+                       more=longest) for dtype in given.dtypes],
                 [panel('forward and backward', dtype, lambda line: line['total_s'], x='tokens', y='seconds', log_y=True,
                        more=powers) for dtype in given.dtypes]]
         shape = f'{SHAPE["heads"]}/{SHAPE["kv_heads"]} heads of {SHAPE["head_dim"]}, {SHAPE["ranks"]} ranks'
-        picture.draw(given.chart, f'{shape}: {self.header["machine"]}', grid, [(name, *LINES[name]) for name in given.methods],
-                     share=('none', 'row'), size=(4.6, 3.1), margin=1.5)
+        picture.draw(given.chart, f'{shape}: {self.header["machine"]}', grid,
+                     [(name, *LINES[name]) for name in given.methods], share=('none', 'row'), size=(4.6, 3.1),
+                     margin=1.5)
 
 
 if __name__ == '__main__':

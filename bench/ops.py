@@ -52,7 +52,8 @@ class Case(ctypes.Structure):
 class Library(common.Kernels):
     def __init__(self, isa):
         i32, given = ctypes.c_int32, [ctypes.c_void_p, ctypes.POINTER(Case), ctypes.c_int32]
-        super().__init__('ops.c', isa, ('ops_call', ctypes.c_char_p, given), ('ops_seconds', ctypes.c_double, [*given, i32]),
+        super().__init__('ops.c', isa, ('ops_call', ctypes.c_char_p, given),
+                         ('ops_seconds', ctypes.c_double, [*given, i32]),
                          ('ops_all_to_all', ctypes.c_double, [i32, ctypes.c_int64, i32, i32]))
 
 
@@ -69,9 +70,9 @@ class Operands:
         self.loss, places = np.zeros(rows, np.float32), 5 * np.arange(rows)
         # they repeat where rows is a multiple of 5
         self.tokens, self.targets = (places % rows).astype(np.int32), (places % d).astype(np.int32)
+        arrays = self.weight, self.dweight, self.loss, self.tokens, self.targets
         self.case = Case((ctypes.c_void_p * SLOTS)(*(slot.ctypes.data for slot in self.slots)),
-                         *(array.ctypes.data for array in (self.weight, self.dweight, self.loss, self.tokens, self.targets)),
-                         0, rows, d, DTYPES.index(dtype))
+                         *(array.ctypes.data for array in arrays), 0, rows, d, DTYPES.index(dtype))
         self.noise = 2 * np.random.default_rng(1).random(min(rows * d, 1 << 20), dtype=np.float32) - 1
 
     def type_of(self, op, slot):
@@ -229,7 +230,8 @@ class Ops(common.Benchmark):
 
     def cases(self):
         given = self.options
-        for threads, dtype, (rows, d) in itertools.product(given.threads, given.dtypes, QUICK_SHAPES if given.quick else SHAPES):
+        shapes = QUICK_SHAPES if given.quick else SHAPES
+        for threads, dtype, (rows, d) in itertools.product(given.threads, given.dtypes, shapes):
             yield f'{rows} rows of {d}, {dtype}, {common.counted(threads)}', threads, dtype, rows, d
         if 'all_to_all' in given.ops:
             for ranks in 2, 4:
@@ -254,7 +256,8 @@ class Ops(common.Benchmark):
     def row(self, line):
         where = ', '.join(f'{name} {line[name]}' for name in ('dtype', 'rows', 'd', 'threads', 'ranks', 'block_bytes')
                           if name in line)
-        return [line['op'], where, f"{line['gbytes_per_s']:.2f}", f"{line['memcpy_gbytes_per_s']:.2f}", f"{line['percent']:.1f}"]
+        return [line['op'], where, f"{line['gbytes_per_s']:.2f}", f"{line['memcpy_gbytes_per_s']:.2f}",
+                f"{line['percent']:.1f}"]
 
 
 if __name__ == '__main__':

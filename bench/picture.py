@@ -2,8 +2,8 @@
 
     draw(path, title, [[Panel('forward', curves)]], legend)
 
-A curve is (points, colour, dashes) with (x, y) as points, or None, which is left out; what legend lists is (label, colour,
-dashes). Without Matplotlib nothing is drawn, and that is said.
+A curve is (points, colour, dashes), and perhaps a marker, with (x, y) as points; one without points is left out. What
+the legend lists is (label, colour, dashes) likewise. Without Matplotlib nothing is drawn, and that is said.
 """
 
 import common
@@ -13,11 +13,11 @@ GREY, BLACK = '#555555', 'black'
 
 
 class Panel:
-    """A panel: its curves, levels (y, dashes) across it, labels of its axes; x by powers of two, unless linear. `more` is
-    called with the axes at the end."""
+    """A panel: its curves, levels (y, dashes) across it, labels of its axes; x by powers of two, unless linear.
+    `more` is called with the axes at the end."""
 
     def __init__(self, title, curves=(), *, x='', y='', levels=(), linear=False, log_y=False, more=None):
-        self.title, self.curves, self.x, self.y = title, [curve for curve in curves if curve and curve[0]], x, y
+        self.title, self.curves, self.x, self.y = title, [curve for curve in curves if curve[0]], x, y
         self.levels, self.linear, self.log_y, self.more = levels, linear, log_y, more
 
 
@@ -48,8 +48,8 @@ def save(figure, path):
 
 def fill(axes, panel, bold, tick):
     for points, colour, dashes, *marker in panel.curves:
-        axes.plot(*zip(*sorted(points)), color=colour, linestyle=dashes, marker=marker[0] if marker else 'o', markersize=3,
-                  linewidth=2 if colour == bold else 1.3)
+        axes.plot(*zip(*sorted(points)), color=colour, linestyle=dashes, linewidth=2 if colour == bold else 1.3,
+                  marker=marker[0] if marker else 'o', markersize=3)
     for level, dashes in panel.levels:
         axes.axhline(level, color=BLACK, linewidth=0.8, linestyle=dashes)
     if panel.curves and not panel.linear:
@@ -72,7 +72,8 @@ def draw(path, title, grid, legend, *, share=('all', 'all'), size=(3.4, 3), marg
     if plt is None:
         return
     wide, high = size[0] * len(grid[0]) + margin + 0.4, size[1] * len(grid) + 0.8
-    figure, axes = plt.subplots(len(grid), len(grid[0]), figsize=(wide, high), sharex=share[0], sharey=share[1], squeeze=False)
+    figure, axes = plt.subplots(len(grid), len(grid[0]), figsize=(wide, high), squeeze=False,
+                                sharex=share[0], sharey=share[1])
     for i, panels in enumerate(grid):
         for j, panel in enumerate(panels):
             fill(axes[i][j], panel, bold, tick)
@@ -80,9 +81,10 @@ def draw(path, title, grid, legend, *, share=('all', 'all'), size=(3.4, 3), marg
             axes[i][j].set_xlabel(panel.x if i + 1 == len(grid) or panel.x != grid[i + 1][j].x else '')
             axes[i][j].set_ylabel(panel.y if j == 0 or panel.y != panels[j - 1].y else '')
     if legend:
-        handles = [plt.Line2D([], [], color=colour, linestyle=dashes, marker=marker[0] if marker else None, markersize=3.5)
-                   for _, colour, dashes, *marker in legend]
-        figure.legend(handles, [entry[0] for entry in legend], loc='center right', frameon=False, fontsize=9, handlelength=3)
+        handles = [plt.Line2D([], [], color=colour, linestyle=dashes, marker=marker[0] if marker else None,
+                              markersize=3.5) for _, colour, dashes, *marker in legend]
+        figure.legend(handles, [entry[0] for entry in legend], loc='center right', frameon=False, fontsize=9,
+                      handlelength=3)
     figure.suptitle(title, fontsize=11)
     figure.tight_layout(rect=(0, 0, 1 - margin / wide, 1))
     save(figure, path)

@@ -27,8 +27,8 @@ def to_f32(x):
 
 
 def validate(contestants, problems, ops, bounds):
-    """{contestant: {dtype: its largest error}}, errors over a result's largest value. `problems`: (problem, threads). Ends
-    the program where an error is above the bound of the dtype."""
+    """{contestant: {dtype: its largest error}}, errors over a result's largest value. `problems`: (problem, threads).
+    Ends the program where an error is above the bound of the dtype."""
     worst = {name: {} for name in contestants}
     for problem, threads in problems:
         truth = problem.reference()
@@ -138,6 +138,11 @@ class Rates(common.Benchmark):
     def rate_of(line, name):
         """None: who has no rate there."""
         return line['gflops'] if name == 'ours' else line['peers'].get(name)
+
+    def curve(self, name, lines, point, dashes):
+        """One contestant's; point(line, rate): where it lies."""
+        points = [point(line, self.rate_of(line, name)) for line in lines if self.rate_of(line, name)]
+        return points, common.COLOURS[name], dashes
 
     def legend(self):
         return [('upipe' if name == 'ours' else name, common.COLOURS[name], '-') for name in ['ours', *self.names]]

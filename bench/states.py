@@ -94,8 +94,8 @@ class States(common.Benchmark):
     def picture(self, lines):
         """A column a rule; output solid, state dashed, the peer's output dotted."""
         def curve(rule, gate, op, dashes, value):
-            return ([(line['tokens'], value(line)) for line in lines
-                     if (line['op'], line['rule'], line['gate']) == (op, rule, gate) and value(line)], COLOURS[gate], dashes)
+            shown = [line for line in lines if (line['op'], line['rule'], line['gate']) == (op, rule, gate)]
+            return [(line['tokens'], value(line)) for line in shown if value(line)], COLOURS[gate], dashes
 
         def panel(rule):
             curves = [curve(rule, gate, *what) for gate in COLOURS for what in (
