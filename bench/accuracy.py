@@ -228,7 +228,7 @@ class Accuracy(common.Benchmark):
         legend += [('random', picture.GREY, picture.SOLID), ('repeated rows', picture.GREY, picture.DASHED)]
         picture.draw(given.chart, f'Attention against double precision: {self.contestants["ours"].about}',
                      [[panel(dtype, op) for op in RESULTS] for dtype in given.dtypes], legend, share=('all', 'row'),
-                     size=(2.6, 2.6), margin=1.3, bold=common.COLOURS['ours'])
+                     size=(2.6, 2.6), margin=1.6, bold=common.COLOURS['ours'])
 
 
 if __name__ == '__main__':
