@@ -58,10 +58,14 @@ def fill(axes, panel, bold, tick):
         axes.set_xticks(ticks[::1 + len(ticks) // 8], map(tick, ticks[::1 + len(ticks) // 8]))
     if panel.log_y:
         axes.set_yscale('log')
-    else:
-        axes.set_ylim(bottom=0)
     axes.set_title(panel.title, fontsize=10)
     tidy(axes)
+
+
+def finish(axes, panel):
+    """When all panels have their curves, as a limit holds for those that share the axis."""
+    if not panel.log_y:
+        axes.set_ylim(bottom=0)
     if panel.more:
         panel.more(axes)
 
@@ -80,6 +84,9 @@ def draw(path, title, grid, legend, *, share=('all', 'all'), size=(3.4, 3), marg
             # once for all panels that have it
             axes[i][j].set_xlabel(panel.x if i + 1 == len(grid) or panel.x != grid[i + 1][j].x else '')
             axes[i][j].set_ylabel(panel.y if j == 0 or panel.y != panels[j - 1].y else '')
+    for places, panels in zip(axes, grid):
+        for place, panel in zip(places, panels):
+            finish(place, panel)
     if legend:
         handles = [plt.Line2D([], [], color=colour, linestyle=dashes, marker=marker[0] if marker else None,
                               markersize=3.5) for _, colour, dashes, *marker in legend]
