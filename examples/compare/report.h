@@ -368,7 +368,7 @@ static void json_cpu(FILE *f, const method *m)
     int part;
     fprintf(f, "      \"seconds_cpu\": %s", method_counts(m) ? "{" : "null");
     for (part = 0; method_counts(m) && part < PARTS; ++part)
-        fprintf(f, "%s\"%s\": %.6f", part > 0 ? ", " : "", part_names[part], m->cpu[part]);
+        fprintf(f, "%s\"%s\": %.9f", part > 0 ? ", " : "", part_names[part], m->cpu[part]);
     fprintf(f, "%s,\n", method_counts(m) ? "}" : "");
 }
 
