@@ -180,7 +180,7 @@ def one_process():
 
 def test(run):
     jobs = [([gpu_build.stem(name)], {}) for name in gpu_build.device_tests()[1] if gpu_build.stem(name) != 'verdict']
-    jobs += [(['watchdog'], {}), (['09_cuda'], {}), (['08_nccl'], {'env': one_process()}), (['13_plug_cudnn'], {}),
+    jobs += [(['watchdog'], {}), (['09_cuda'], {}), (['08_nccl'], {'env': one_process()}), (['03_plug_cudnn'], {}),
              (['train', '--device', 'cuda', '--ranks', '2', '--tokens', '256', '--steps', '3', '--sample', '0'], {})]
     jobs += [(['compare', '--device', 'cuda', '--dtype', dtype, '--kv-heads', '4', '--check', 'on'], {})
              for dtype in ('f32', 'bf16')]

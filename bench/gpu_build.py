@@ -167,7 +167,7 @@ def plan(run, arch):
         more = ['-lcudnn', '-lnvrtc']
         made.links['gpu_cudnn'] = [made.unit('gpu_cudnn', 'bench/gpu.c', ['-DWITH_CUDNN']),
                                    made.host_cpp('cudnn.o', 'bench/gpu_cudnn.cpp', headers), *tables, *more]
-        made.links['13_plug_cudnn'] = [made.host_cpp('13_plug_cudnn.o', 'examples/13_plug_cudnn.cpp', headers), *tables,
+        made.links['03_plug_cudnn'] = [made.host_cpp('03_plug_cudnn.o', 'examples/03_plug_cudnn.cpp', headers), *tables,
                                        *more]
     else:
         run.report('left out: cuDNN beside ours, as it or cudnn-frontend is not installed')

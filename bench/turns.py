@@ -22,15 +22,15 @@ wait for the sum are the same machine instruction, so a device may let both end 
 for a whole hop in every tile: the column `if ready, whole`. The way `given` has no such wait, and is the same under either
 reading.
 
-HOP is the time from handing a tile to TMA until its sum is in memory: not measured, 1 to 3 microseconds. The others are
-guesses of the same kind. No figure here is one of a device.
+HOP is the time from handing a tile to TMA until its sum is in memory: guesses of 1 to 3 microseconds, where an H200 shows
+some 0.4 (docs/results_gpu.md). The others are guesses of the same kind. No figure here is one of a device.
 """
 
 import heapq
 import random
 
 PROCESSORS = 132
-TILE = 1.7       # us: products of a tile at head dim 128, at the bound of docs/results_gpu.md
+TILE = 1.7       # us: products of a tile at head dim 128, at the bound of docs/kernels.md
 READ = 0.4       # TMA has read the buffer
 ASK = 0.7        # a load from another processor's line
 JITTER = 0.15    # of a tile, uniform

@@ -61,7 +61,7 @@ done
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
 wanted='mpirun:openmpi-bin,libopenmpi-dev cmake:cmake libcrypto:libssl-dev'
 if [ $full = 1 ]; then
-    wanted="$wanted mpirun.mpich:mpich,libmpich-dev clang:clang,libclang-rt-dev clang-format:clang-format valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip torch:python3-torch"
+    wanted="$wanted mpirun.mpich:mpich,libmpich-dev clang:clang,libclang-rt-dev valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip torch:python3-torch"
     # A machine of that kind runs NEON anyway.
     [ "$(uname -m)" = aarch64 ] ||
         wanted="$wanted aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross qemu-aarch64:qemu-user"

@@ -4,12 +4,11 @@
  *
  * Draws as lib/test.h has them; a failing one prints the line that replays it.
  */
-#include "upipe/net/upipe_net_threads.h"
+#include "upipe/net/upipe_net_threads_grid.h"
 #include "upipe/cuda/upipe_cuda_bytes.h"
 #include "upipe/upipe.h"
 
 #define PROGRAM "test_activations"
-#include "../examples/common/grid.h"
 #include "../examples/llama/model/lora_flag.h"
 #include "../examples/llama/state/memory.h"
 #include "../examples/plan/exact.h"
@@ -466,7 +465,7 @@ static int drawn_ranks(const drawn *d)
 /* One training of a draw. */
 typedef struct life {
     const drawn *d;
-    grid net;
+    upipe_threads_grid net;
     upipe_threads side_world;
     upipe_ops ops;
     trainer_result result[STEPS]; /* rank 0's */
@@ -543,7 +542,7 @@ static upipe_status life_main(void *user, int rank)
     model m;
     upipe_status s;
     upipe_ctx c = {0};
-    grid_use(&w->net, rank, &c);
+    upipe_threads_grid_use(&w->net, rank, &c);
     method_place(&desc, rank % (desc.ranks * desc.ring));
     UPIPE_TRY(model_init(&m, &w->d->layout, &desc, &c.err));
     UPIPE_TRY(model_cut(&m, w->d->segments, &c.err));
@@ -562,7 +561,7 @@ static upipe_status life_main(void *user, int rank)
     context_pool(&c, &mem, &w->ops, w->d->small == rank + 1 ? plan.need - 256 : plan.need, plan.blocks_max);
     pool_begin(&host, plan.host_need, plan.blocks_max);
     mem.events = &none; /* space for none: all are counted as lost */
-    s = trainer_open(&t, &m, &c, grid_world(&w->net, rank), &host);
+    s = trainer_open(&t, &m, &c, upipe_threads_comm(&w->net.world, rank), &host);
     if (m.prefetch) {
         side_begin(&c, &side, 0);
         t.side = c.side_stream;
@@ -607,15 +606,16 @@ static int life_same(const life *w, int ranks)
 
 static void life_run(life *w, const drawn *d)
 {
+    const upipe_grid grid = {.ranks = drawn_ranks(d), .in_team = d->desc.ranks, .in_ring = d->desc.ring};
     upipe_err e;
     int mark;
     *w = (life){.d = d, .ops = cpu_table()};
     for (int i = 0; i < 3; ++i) w->after[i] = floats(d->layout.weights);
     mark = buffers_n;
-    CHECK_STATUS(grid_init(&w->net, drawn_ranks(d), d->desc.ranks, d->desc.ring, 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_grid_init(&w->net, &grid, 60, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_init(&w->side_world, drawn_ranks(d), 60, &e), UPIPE_OK, e);
     CHECK((upipe_threads_run(&w->net.world, life_main, w, w->statuses, NULL) == UPIPE_OK) == (d->small == 0));
-    grid_free(&w->net);
+    upipe_threads_grid_free(&w->net);
     upipe_threads_free(&w->side_world);
     buffers_free(mark);
 }

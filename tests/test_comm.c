@@ -76,7 +76,7 @@ static int test_join(pthread_t t, void **out)
 #undef pthread_create
 #undef pthread_join
 
-#include "../examples/common/grid.h"
+#include "../upipe/net/upipe_net_threads_grid.h"
 #include "lib/lost.h"
 #include "lib/memory.h"
 #include "lib/transfers.h"
@@ -1165,11 +1165,13 @@ static void test_parts(void)
     CHECK(world.part == NULL && upi_comm_world(&of[0]) == &of[0]);
 }
 
+static const upipe_grid two_by_two = {.ranks = 4, .in_team = 2, .in_ring = 2};
+
 /* Ranks of a part that disagree are named as the job calls them, over whole numbers and real ones. Of four ranks 2 and 3 are
  * a team, 1 and 3 a ring. */
 static upipe_status named_body(void *user, int rank)
 {
-    grid *g = (grid *)user;
+    upipe_threads_grid *g = (upipe_threads_grid *)user;
     const upipe_ops ops = {0};
     for (int kind = 0; kind < 4; ++kind) {
         const int real = kind % 2, in_ring = kind / 2, other = in_ring ? 1 : 2;
@@ -1179,7 +1181,7 @@ static upipe_status named_body(void *user, int rank)
         if (rank != other && rank != 3) continue;
         snprintf(words, sizeof words, "tokens is %d%s on rank %d and 3%s on rank 3", other, real ? ".5" : "",
                  other, real ? ".5" : "");
-        grid_use(&g[kind], rank, &c);
+        upipe_threads_grid_use(&g[kind], rank, &c);
         CHECK_REFUSED(upi_agree(&c, in_ring ? c.ring : c.team, &f), UPIPE_ERR_MISMATCH, c.err, words);
     }
     return UPIPE_OK;
@@ -1187,15 +1189,16 @@ static upipe_status named_body(void *user, int rank)
 
 static void test_named(void)
 {
-    grid g[4];
+    upipe_threads_grid g[4];
     upipe_err e;
-    for (int kind = 0; kind < 4; ++kind) CHECK_STATUS(grid_init(&g[kind], 4, 2, 2, 20, &e), UPIPE_OK, e);
+    for (int kind = 0; kind < 4; ++kind)
+        CHECK_STATUS(upipe_threads_grid_init(&g[kind], &two_by_two, 20, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_run(&g[0].world, named_body, g, NULL, &e), UPIPE_OK, e);
-    for (int kind = 0; kind < 4; ++kind) grid_free(&g[kind]);
+    for (int kind = 0; kind < 4; ++kind) upipe_threads_grid_free(&g[kind]);
 }
 
 typedef struct lost_grid {
-    grid grid;
+    upipe_threads_grid grid;
     upipe_threads side;
     int victim, in_side;
 } lost_grid;
@@ -1205,8 +1208,8 @@ static upipe_status lost_body(void *user, int rank)
     lost_grid *g = (lost_grid *)user;
     const upipe_ops ops = {0};
     upipe_ctx c;
-    grid_use(&g->grid, rank, &c);
-    lost_run(&(lost_rank){.world = grid_world(&g->grid, rank),
+    upipe_threads_grid_use(&g->grid, rank, &c);
+    lost_run(&(lost_rank){.world = upipe_threads_comm(&g->grid.world, rank),
                           .team = c.team,
                           .ring = c.ring,
                           .side = upipe_threads_comm(&g->side, rank),
@@ -1221,12 +1224,13 @@ static void test_lost(int victim, int in_side)
 {
     lost_grid g = {.victim = victim, .in_side = in_side};
     upipe_err e;
-    CHECK_STATUS(grid_init(&g.grid, 4, 2, 2, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_grid_init(&g.grid, &two_by_two, 20, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_init(&g.side, 4, 20, &e), UPIPE_OK, e);
-    for (int r = 0; r < 4; ++r) upipe_comm_part(upipe_threads_comm(&g.side, r), grid_world(&g.grid, r), 0, 1);
+    for (int r = 0; r < 4; ++r)
+        upipe_comm_part(upipe_threads_comm(&g.side, r), upipe_threads_comm(&g.grid.world, r), 0, 1);
     CHECK_STATUS(upipe_threads_run(&g.grid.world, lost_body, &g, NULL, &e), UPIPE_OK, e);
     upipe_threads_free(&g.side);
-    grid_free(&g.grid);
+    upipe_threads_grid_free(&g.grid);
 }
 
 int main(int argc, char **argv)

@@ -1,12 +1,6 @@
-/* test_flags.c -- the table of flags: its rows, what a new one cannot escape, and the page that is printed from it
- *
- *     test_flags docs/flags.md            checks, the page too
- *     test_flags > docs/flags.md          prints the page
- */
+/* test_flags.c -- the table of flags: its rows, what a new one cannot escape, and what --help says of them */
 #define PROGRAM "train"
 #include "lib/test.h"
-
-#include "lib/page.h"
 
 #include "examples/common/flags.h"
 #include "examples/common/options.h"
@@ -207,106 +201,75 @@ static void test_agreement(void)
     CHECK_INT(differ, 3); /* --progress of three programs: whoever adds one to these means it */
 }
 
-/* ---- the page ---- */
+/* ---- --help ---- */
 
-static void print_words(FILE *f, const char *words)
+/* What --help prints, in one line; the caller frees it. */
+static char *help_of(int bit)
 {
-    for (; *words != '\0'; ++words)
-        if (*words == '|')
-            fputs(", ", f);
-        else
-            fputc(*words, f);
+    static const char *const more[] = {NULL};
+    flag_set set = set_of(bit);
+    char *text = NULL, *to;
+    size_t bytes = 0;
+    FILE *f = open_memstream(&text, &bytes);
+    set.more = more;
+    CHECK(f != NULL);
+    if (f == NULL) return NULL;
+    flags_print(f, &set);
+    fclose(f);
+    to = text;
+    for (const char *from = text; *from != '\0'; ++from)
+        if (*from != '\n' && (*from != ' ' || (to > text && to[-1] != ' ')))
+            *to++ = *from;
+        else if (to > text && to[-1] != ' ')
+            *to++ = ' ';
+    *to = '\0';
+    return text;
 }
 
-static void print_value(FILE *f, const flag_row *row)
+/* Each flag stands there with its text, a number with its range, and of a training whose value counts when it resumes. */
+static void test_help(void)
 {
-    if (row->kind == FLAG_SWITCH || row->kind >= FLAG_HELP)
-        fputs("-", f);
-    else if (row->kind == FLAG_INT || row->kind == FLAG_WHOLE)
-        fprintf(f, "%lld to %lld", (long long)row->least, (long long)flag_most(row));
-    else if (row->kind == FLAG_REAL)
-        fprintf(f, "%g to %g", row->least, row->most);
-    else if (row->kind == FLAG_SECONDS)
-        fprintf(f, "seconds, above 0 to %g", row->most);
-    else if (row->kind == FLAG_BYTES)
-        fputs("a size with its unit", f);
-    else
-        print_words(f, row->value);
-}
-
-static void print_row(FILE *f, const flag_row *row)
-{
-    int some = 0;
-    fprintf(f, "| `--%s` | ", row->name);
-    for (int p = 0; p < PROGRAMS; ++p)
-        if (row->programs & programs[p].bit) fprintf(f, "%s%s", some++ ? ", " : "", programs[p].name);
-    fputs(" | ", f);
-    print_value(f, row);
-    fprintf(f, " | %s", row->standard != NULL ? "`" : "");
-    fprintf(f, "%s%s | ", row->standard != NULL ? row->standard : "-", row->standard != NULL ? "`" : "");
-    fputs(row->programs == IN_PLAN || row->kind >= FLAG_HELP ? "-"
-          : row->traits & FLAG_FREE                          ? "may differ"
-          : row->traits & FLAG_READ                          ? "content"
-                                                             : "agree",
-          f);
-    fprintf(f, " | %s | %s |\n",
-            row->traits & FLAG_MODEL      ? "the folder's"
-            : row->traits & FLAG_DATA     ? "the checkpoint's"
-            : row->traits & FLAG_SCHEDULE ? "the checkpoint's, or the flag's"
-                                          : "-",
-            row->help);
-}
-
-static void print_page(FILE *f)
-{
-    static const char *const more[] = {method_usage, activations_usage};
-    const char *section = NULL;
-    fputs(
-        "# Flags\n\n"
-        "All flags of `train`, `compare`, `logits` and `upipe-plan`, from the table in\n"
-        "[examples/common/options.h](../examples/common/options.h). Their forms with `_mpi` and `_nccl` have the same. A\n"
-        "flag's value is the next word, or stands behind `=`. A flag that is given twice counts as it comes last, and a\n"
-        "note says so; `--method` of compare and `--calibrate` are lists.\n\n"
-        "A whole number may be written `64k`, `1M` or `1e6`: k is 2^10, M is 2^20. A size of memory has a unit: `64KiB`,\n"
-        "`80GB`; GB is 10^9 bytes, GiB 2^30.\n\n"
-        "**Ranks** that are processes compare their flags before the first step, and end with a sentence where they\n"
-        "differ. Of a path that is read the content is compared, and the name may differ. **Resumed** runs: the column\n"
-        "says whose value counts. A flag that contradicts a folder of `--resume` or `--load`, or a checkpoint, is refused;\n"
-        "of the schedule the flag counts where it is given.\n\nA new flag is a member of `options` and a row of the table; "
-        "`test_flags > docs/flags.md` prints this page.\n"
-        "A flag that is the checkpoint's (`FLAG_DATA`, `FLAG_SCHEDULE`) is also a member and a row of `llama_run`\n"
-        "([checkpoint_run.h](../examples/llama/state/checkpoint_run.h)), one that is the folder's (`FLAG_MODEL`) of\n"
-        "`llama_config` ([config.h](../examples/llama/model/config.h)). The trait alone keeps nothing: a resumed run then\n"
-        "accepts any value. Older checkpoints lack the new number and are refused.\n",
-        f);
-    for (int i = 0; i < FLAG_ROWS; ++i) {
-        const flag_row *row = &flag_rows[i];
-        if (row->programs == IN_CHECKPOINT) continue;
-        if (row->section != section)
-            fprintf(
-                f,
-                "\n## %c%s\n\n| flag | program | value | default | ranks | resumed | |\n|---|---|---|---|---|---|---|\n",
-                row->section[0] == '\0' ? 'T' : row->section[0] - 32,
-                row->section[0] == '\0' ? "he sequence and its ranks" : row->section + 1);
-        section = row->section;
-        print_row(f, row);
+    static const struct {
+        int bit;
+        const char *text;
+    } all[] = {
+        {IN_PLAN, "--machine NAME|FILE h100x8,"},
+        {IN_PLAN, "or a file (h100x8) --method"},
+        {IN_PLAN, "ranks of a ring of usp and upipe-ring (2) [1 to 256]"},
+        {IN_COMPARE, "(2048) [1 to 9223372036854775807]"},
+        {IN_COMPARE, "before it aborts (600) [above 0 to 1e+06]"},
+        {IN_TRAIN, "decay of the mean of gradients (0.9) [0 to 0.99999]"},
+        {IN_TRAIN, "at most --tokens (\"In the beginning \")"},
+        {IN_LOGITS, "and the name may differ: --load --ids --load-adapter "},
+        {IN_TRAIN, "and the name may differ: --data --tokens-file "},
+        {IN_TRAIN, "or from the flag where it is given: --steps --lr "},
+        {IN_TRAIN, "from the checkpoint, and refuses another value: --tokens --batch "},
+        {IN_TRAIN, "but for the RoPE of a loaded one: --layers --model-dim "},
+    };
+    for (int p = 0; p < PROGRAMS; ++p) {
+        char *help = help_of(programs[p].bit), text[1024];
+        if (help == NULL) return;
+        for (int i = 0; i < FLAG_ROWS; ++i) {
+            const flag_row *row = &flag_rows[i];
+            if (!(row->programs & programs[p].bit)) continue;
+            snprintf(text, sizeof text, "--%s%s%s %s", row->name, row->value != NULL ? " " : "",
+                     row->value != NULL ? row->value : "", row->help);
+            CHECK_TEXT(help, text);
+        }
+        for (size_t i = 0; i < sizeof all / sizeof *all; ++i)
+            if (all[i].bit == programs[p].bit) CHECK_TEXT(help, all[i].text);
+        CHECK((strstr(help, "resumed") != NULL) == (programs[p].bit == IN_TRAIN));
+        free(help);
     }
-    fputs("\n## Words\n\n```\n", f);
-    for (size_t k = 0; k < sizeof more / sizeof *more; ++k) fputs(k == 0 ? more[k] + 1 : more[k], f);
-    fputs("```\n", f);
 }
 
 int main(int argc, char **argv)
 {
-    if (argc < 2) {
-        print_page(stdout);
-        return 0;
-    }
-    test_begin(argc - 1, argv + 1);
+    test_begin(argc, argv);
     TEST(test_rows());
     TEST(test_numbers());
     TEST(test_words());
     TEST(test_agreement());
-    TEST_OF("page", page_check(argv[1], print_page, "build/gcc/tests/test_flags > docs/flags.md"));
+    TEST(test_help());
     return test_end("flags");
 }

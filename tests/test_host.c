@@ -231,6 +231,9 @@ static void test_refused(const upipe_ops *ops)
     d = description(4, 1);
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
                   "a description of 4 ranks in a ring of 1, for a team of 1 in a ring of 1");
+    d = description(1, 1), d.plan.ring = 2;
+    CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err,
+                  "a description of 1 ranks in a ring of 2, for a team of 1 in a ring of 1");
     d = description(1, 1), d.plan.dtype = (upipe_dtype)7;
     CHECK_REFUSED(upipe_session_open(h, &d), UPIPE_ERR_ARG, c->err, "data type 7 is neither f32 nor bf16");
     d = description(1, 1);

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""test_pages.py TOP PROGRAMS TABLE -- the commands of the pages run as they stand there, and print what the pages say
+"""test_pages.py TOP PROGRAMS TABLE -- the commands of the pages run as they stand there, and print what the pages say; code
+that a page shows is its file's
 
 A block of ```sh is a script, which runs in a folder of its own. The folder has the repository's files, the programs where
 the pages have them, and a program to compile, trainer.c. A block of ```text right below is what the script prints, with
@@ -99,10 +100,19 @@ def run(place, commands, prints):
         check(re.fullmatch(lines, done.stdout, re.S), f'{place} does not show what {script} prints:\n{done.stdout}')
 
 
+def check_shown(name, text):
+    """A block of ```c PATH is a part of that file, which may stand less deep."""
+    for shown in re.finditer(r'^```\w+ (\S+)\n(.*?)^```$', text, re.M | re.S):
+        source = read_text(os.path.join(TOP, shown.group(1)))
+        lines, part = ([line.strip() for line in whole.split('\n')] for whole in (source, shown.group(2).strip()))
+        check('\n'.join(['', *part, '']) in '\n'.join(['', *lines, '']), f'{name} shows what is not in {shown.group(1)}: {part[0]}')
+
+
 def main():
     elsewhere = set()
     for name in (name for name in list_files(TOP) if name.endswith('.md')):
         text = read_text(os.path.join(TOP, name))
+        check_shown(name, text)
         for block in re.finditer(r'^```sh\n(.*?)^```\n+(?:```text\n(.*?)^```$)?', text, re.M | re.S):
             here = []
             for command in commands_of(block.group(1)):

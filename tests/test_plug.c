@@ -1,11 +1,11 @@
-/* test_plug -- examples/13_plug_attention.c: its loops in blocks against f64, with bytes as planned; masks that it does not
+/* test_plug -- examples/03_plug_attention.c: its loops in blocks against f64, with bytes as planned; masks that it does not
  * know
  */
 #include "lib/close.h"
 #include "lib/runner.h"
 
 #define main plug_main
-#include "../examples/13_plug_attention.c"
+#include "../examples/03_plug_attention.c"
 #undef main
 
 static plug own;

@@ -20,7 +20,7 @@ typedef struct job {
     const tensors *in;
     tensors *out;
     const float *sinks;
-    grid grid;
+    upipe_threads_grid grid;
     upipe_ops ops;
     upipe_plan plan[RUN_MAX];
     upipe_bytes bytes[RUN_MAX];
@@ -133,8 +133,7 @@ static upipe_status body(void *user, int rank)
     upipe_mem mem;
     upipe_ctx c = {0};
     context_pool(&c, &mem, &j->ops, slab_bytes, j->blocks[rank]);
-    c.team = grid_team(&j->grid, rank);
-    c.ring = grid_ring(&j->grid, rank);
+    upipe_threads_grid_use(&j->grid, rank, &c);
     if (t->overlap) side_begin(&c, &side, t->side_stream_inline);
     s = steps(&c, j, rank, dsinks);
     if (s == UPIPE_OK) {
@@ -144,7 +143,7 @@ static upipe_status body(void *user, int rank)
             s = upipe_all_reduce(&c, upipe_threads_comm(&j->grid.world, rank), dsinks, t->shape.h);
         if (rank == 0 && dsinks != NULL) memcpy(j->out->dsinks, dsinks, (size_t)t->shape.h * sizeof *dsinks);
     } else {
-        run_abort(&c, &j->grid, rank);
+        run_abort(&c);
         upipe_mem_rewind(&mem, 0);
     }
     if (t->overlap) side_end(&side);
@@ -157,7 +156,7 @@ static upipe_status body(void *user, int rank)
 static upipe_status run(const run_case *t, lie how, const tensors *in, const float *sinks, tensors *out,
                         upipe_plan *plan, upipe_err *err)
 {
-    const int rings = t->ring > 0 ? t->ring : 1, ranks = t->ranks * rings;
+    const upipe_grid g = run_grid(t);
     const int mark = buffers_n;
     job *j = (job *)zeroed(sizeof *j);
     int64_t sent = 0, moved = 0;
@@ -165,9 +164,9 @@ static upipe_status run(const run_case *t, lie how, const tensors *in, const flo
     j->t = t, j->lie = how, j->in = in, j->out = out, j->sinks = sinks;
     j->ops = cpu_table();
     if (t->table != NULL) t->table(&j->ops);
-    s = grid_init(&j->grid, t->ranks, rings, t->ring_first, 120, err);
-    for (int i = 0; i < ranks && s == UPIPE_OK; ++i) {
-        upipe_plan_desc d = run_desc(t, grid_team_rank(&j->grid, i), grid_ring_rank(&j->grid, i));
+    s = grid_apart(&j->grid, &g, 120, err);
+    for (int i = 0; i < g.ranks && s == UPIPE_OK; ++i) {
+        upipe_plan_desc d = run_desc(t, upipe_grid_team(&g, i).rank, upipe_grid_ring(&g, i).rank);
         upipe_qkv a = qkv_of(t, &j->plan[i], sinks);
         upipe_dry *dry;
         s = upipe_plan_init(&j->plan[i], &d, err);
@@ -185,13 +184,13 @@ static upipe_status run(const run_case *t, lie how, const tensors *in, const flo
     *plan = j->plan[0];
     if (s == UPIPE_OK) {
         s = upipe_threads_run(&j->grid.world, body, j, NULL, NULL);
-        for (int i = 0; i < ranks; ++i) {
+        for (int i = 0; i < g.ranks; ++i) {
             moved += j->moved[i];
             CHECK_SAY(s == UPIPE_OK, "rank %d: %s", i, j->errors[i].text);
         }
         CHECK_INT(moved, sent);
     }
-    grid_free(&j->grid);
+    upipe_threads_grid_free(&j->grid);
     buffers_free(mark);
     return s;
 }

@@ -14,15 +14,15 @@ enum { TEAM = 2, RING = 2, RANKS = TEAM * RING, ELEMENTS = 1000, POOL = 1 << 20,
 typedef enum call { BY_SCATTER, BY_ALL_REDUCE, BY_TEAM, BY_RING, BY_ZERO, CALLS } call;
 
 typedef struct job {
-    grid grid;
+    upipe_threads_grid grid;
     upipe_ops ops;
     call call;
 } job;
 
 static void use(job *j, int rank, upipe_ctx *c, upipe_mem *mem)
 {
-    *c = (upipe_ctx){
-        .ops = &j->ops, .mem = mem, .team = grid_team(&j->grid, rank), .ring = grid_ring(&j->grid, rank)};
+    *c = (upipe_ctx){.ops = &j->ops, .mem = mem};
+    upipe_threads_grid_use(&j->grid, rank, c);
 }
 
 /* ---- whose sum it is ---- */
@@ -161,10 +161,11 @@ static void test_own_gather(void)
 
 static void run(job *j, upipe_status (*body)(void *user, int rank))
 {
+    const upipe_grid g = {.ranks = RANKS, .in_team = TEAM, .in_ring = RING};
     upipe_err e;
-    CHECK_STATUS(grid_init(&j->grid, TEAM, RING, 0, 20, &e), UPIPE_OK, e);
+    CHECK_STATUS(grid_apart(&j->grid, &g, 20, &e), UPIPE_OK, e);
     CHECK_STATUS(upipe_threads_run(&j->grid.world, body, j, NULL, &e), UPIPE_OK, e);
-    grid_free(&j->grid);
+    upipe_threads_grid_free(&j->grid);
     buffers_free(0);
 }
 

@@ -275,7 +275,7 @@ static void test_orders(void)
 /* ---- rings that do not agree ---- */
 
 typedef struct odd_ring {
-    grid grid;
+    upipe_threads_grid grid;
     upipe_ops ops;
     int odd; /* what ring rank 1 does differently */
     upipe_err errors[4];
@@ -288,20 +288,21 @@ static upipe_status odd_body(void *user, int rank)
     enum { BYTES = 1 << 18, BLOCKS = 64 };
     static const int64_t cu_seqlens[] = {0, 7, 16};
     odd_ring *o = (odd_ring *)user;
-    int ring_rank = grid_ring_rank(&o->grid, rank), other = ring_rank == 1 ? o->odd : ODD_NOTHING;
+    int ring_rank = rank / 2, other = ring_rank == 1 ? o->odd : ODD_NOTHING;
     upipe_plan p;
     upipe_layer l = {0};
     upipe_saved save;
     upipe_mem mem;
-    upipe_ctx c = {.team = grid_team(&o->grid, rank), .ring = grid_ring(&o->grid, rank)};
+    upipe_ctx c = {0};
     float *w = f32_buf(4 * 32 * 16);
     upipe_status s;
     upipe_plan_desc d = {.tokens = 16, .ranks = 2, .ring = 2, .heads = 4, .kv_heads = 4, .head_dim = 32};
     d.model_dim = 16;
-    d.rank = grid_team_rank(&o->grid, rank);
+    d.rank = rank % 2;
     d.ring_rank = other == ODD_RANK ? 0 : ring_rank;
     d.ring_mode = other == ODD_MODE ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P;
     d.layout = other == ODD_LAYOUT ? UPIPE_STRIPED : UPIPE_ZIGZAG;
+    upipe_threads_grid_use(&o->grid, rank, &c);
     s = upipe_plan_init(&p, &d, &c.err);
     context_pool(&c, &mem, &o->ops, BYTES, BLOCKS);
     l.plan = &p;
@@ -323,6 +324,7 @@ static upipe_status odd_body(void *user, int rank)
 /* What a team agrees on, but not the ring: every rank returns, with a reason. */
 static void test_odd_rings(void)
 {
+    static const upipe_grid grid = {.ranks = 4, .in_team = 2, .in_ring = 2};
     static const struct {
         int odd;
         upipe_status status;
@@ -343,7 +345,7 @@ static void test_odd_rings(void)
         int said = 0;
         o->odd = cases[i].odd;
         o->ops = cpu_table();
-        CHECK_STATUS(grid_init(&o->grid, 2, 2, 0, cases[i].odd == ODD_AWAY ? 0.3 : 20, &e), UPIPE_OK, e);
+        CHECK_STATUS(grid_apart(&o->grid, &grid, cases[i].odd == ODD_AWAY ? 0.3 : 20, &e), UPIPE_OK, e);
         worst = upipe_threads_run(&o->grid.world, odd_body, o, statuses, NULL);
         CHECK_SAY(worst == cases[i].status, "case %d: %s", cases[i].odd, upipe_status_name(worst));
         for (int rank = 0; rank < 4; ++rank) {
@@ -357,7 +359,7 @@ static void test_odd_rings(void)
         }
         CHECK_SAY(said > 0, "case %d: nobody says '%s', but: %s", cases[i].odd, cases[i].words,
                   o->errors[0].text);
-        grid_free(&o->grid);
+        upipe_threads_grid_free(&o->grid);
     }
 }
 

@@ -8,7 +8,7 @@
  *
  * An entry of the host may serve some calls and forward the others to the entry that it has replaced. The
  * host keeps the replaced entry, with whatever else its own needs, behind ops.user. attn_can and the *_bytes
- * entries must then hold for whichever entry serves a call (docs/own_attention.md).
+ * entries must then hold for whichever entry serves a call (docs/porting.md).
  *
  * Rules for every entry. Work is enqueued on ctx->stream. The caller checks the arguments; a request that the
  * backend does not support returns UPIPE_ERR_UNSUPPORTED with a sentence in ctx->err. An entry allocates

@@ -10,7 +10,7 @@
  *
  * A call that fails leaves its sentence in h.ctx.err, which upipe_comm_abort brings to the other ranks. The slab is freed
  * after the team, and not where peers may still access it: where its free fails, or team->quarantine is set. For ranks that
- * are threads net/upipe_net_threads_host.h makes teams and slabs too.
+ * are threads net/upipe_net_threads_session.h makes teams and slabs too.
  */
 #ifndef UPIPE_SESSION_H
 #define UPIPE_SESSION_H

@@ -1,16 +1,17 @@
 /* team.h -- the ranks of a handle: threads of this process, or this process as one rank of several  part of upipe_abi.c
  *
- *     s = abi_team_threads(&t, C, R, &err);      or one of the others: team_mpi.h, team_nccl.h
+ *     t.grid = ...                               one grid of all ranks
+ *     s = abi_team_threads(&t, &given, &err);    or another abi_meet: abi_team_sockets, or those of team_mpi.h, team_nccl.h
  *     abi_team_use(&t, rank, &ctx);              ctx.team, and ctx.ring, NULL where R = 1
  *     abi_team_free(&t);                         no rank is in a call; after a failed open too
- *
- * There are C * R ranks, which lie as in grid.h: rank w is rank w % C of its team and rank w / C of its ring.
  */
 #ifndef ABI_TEAM_H
 #define ABI_TEAM_H
 
-#include "../common/grid.h"
+#include "upipe/net/upipe_net_threads_grid.h"
 #include "upipe/net/upipe_net_tcp.h"
+
+#include "compute.h"
 
 #include <sys/stat.h>
 
@@ -20,9 +21,9 @@ enum {
 };
 
 typedef struct abi_team {
-    int in_team, in_ring; /* C, R */
-    int first, here;      /* this process has the ranks first .. first + here - 1 */
-    grid threads;
+    upipe_grid grid;
+    int first, here; /* this process has the ranks first .. first + here - 1 */
+    upipe_threads_grid threads;
     upipe_comm *team, *ring; /* of a process; ring: NULL where there is none */
     upipe_tcp tcp[2];
     void *own; /* of MPI or NCCL */
@@ -30,30 +31,34 @@ typedef struct abi_team {
     int kept; /* after abi_team_free: others may still read the slab */
 } abi_team;
 
-static upipe_status abi_team_threads(abi_team *t, int in_team, int in_ring, upipe_err *e)
+/* What the caller gives for its processes to meet. */
+typedef struct abi_given {
+    int rank;                  /* of this process, where no communicator says it */
+    const int *headers, *data; /* [ranks] sockets */
+    const void *mpi;           /* an MPI_Comm; NULL: MPI_COMM_WORLD */
+    void *nccl;                /* an ncclComm_t; NULL: there is the id */
+    const void *nccl_id;
+} abi_given;
+
+typedef upipe_status abi_meet(abi_team *t, const abi_given *given, upipe_err *e);
+
+static upipe_status abi_team_threads(abi_team *t, const abi_given *given, upipe_err *e)
 {
-    t->in_team = in_team;
-    t->in_ring = in_ring;
-    t->here = in_team * in_ring;
-    return grid_init(&t->threads, t->here, in_team, in_ring, ABI_DEADLINE, e);
+    (void)given;
+    t->here = t->grid.ranks;
+    return upipe_threads_grid_init(&t->threads, &t->grid, ABI_DEADLINE, e);
 }
 
-/* This process alone is here. */
-static upipe_status abi_team_one(abi_team *t, int in_team, int in_ring, int rank, upipe_err *e)
+/* This process alone is here. part[0]: its team; part[1]: its ring. */
+static upipe_status abi_team_one(abi_team *t, int rank, upipe_grid_part *part, upipe_err *e)
 {
-    if (rank < 0 || rank >= in_team * in_ring)
-        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d", rank, in_team * in_ring);
-    t->in_team = in_team;
-    t->in_ring = in_ring;
+    if (rank < 0 || rank >= t->grid.ranks)
+        return upipe_fail(e, UPIPE_ERR_ARG, "rank %d of %d", rank, t->grid.ranks);
     t->first = rank;
     t->here = 1;
+    part[0] = upipe_grid_team(&t->grid, rank);
+    part[1] = upipe_grid_ring(&t->grid, rank);
     return UPIPE_OK;
-}
-
-/* Rank i of this process's team, or of its ring. */
-static int abi_team_member(const abi_team *t, int of_ring, int i)
-{
-    return of_ring ? i * t->in_team + t->first % t->in_team : t->first / t->in_team * t->in_team + i;
 }
 
 static void abi_team_tcp_end(abi_team *t)
@@ -81,30 +86,33 @@ static upipe_status abi_sockets_differ(const int *fds, int n, upipe_err *e)
     return UPIPE_OK;
 }
 
-/* headers, data [C * R]: no two communicators share a socket, as a rank of the team is none of the ring. */
-static upipe_status abi_team_sockets(abi_team *t, int in_team, int in_ring, int rank, const int *headers,
-                                     const int *data, upipe_err *e)
+/* No two communicators share a socket, as a rank of the team is none of the ring. */
+static upipe_status abi_team_sockets(abi_team *t, const abi_given *given, upipe_err *e)
 {
+    const int *headers = given->headers, *data = given->data;
+    const int in_team = t->grid.in_team, in_ring = t->grid.in_ring;
     int fds[2][2][UPIPE_TCP_MAX], all[ABI_SOCKETS], sockets = 0, which, i;
     const int groups = in_ring > 1 ? 2 : 1;
+    upipe_grid_part part[2];
+    if (headers == NULL || data == NULL) return upipe_fail(e, UPIPE_ERR_ARG, "the sockets are NULL");
+    UPIPE_TRY(abi_compute_by_host(e));
     if (in_team > UPIPE_TCP_MAX || in_ring > UPIPE_TCP_MAX)
         return upipe_fail(e, UPIPE_ERR_ARG,
                           "a team of %d ranks and a ring of %d over sockets, at most %d each", in_team,
                           in_ring, (int)UPIPE_TCP_MAX);
-    UPIPE_TRY(abi_team_one(t, in_team, in_ring, rank, e));
+    UPIPE_TRY(abi_team_one(t, given->rank, part, e));
     for (which = 0; which < groups; ++which)
-        for (i = 0; i < (which ? in_ring : in_team); ++i) {
-            const int member = abi_team_member(t, which, i);
+        for (i = 0; i < part[which].ranks; ++i) {
+            const int member = part[which].first + i * part[which].step;
             fds[which][0][i] = headers[member];
             fds[which][1][i] = data[member];
-            if (member != rank) all[sockets++] = headers[member], all[sockets++] = data[member];
+            if (member != given->rank) all[sockets++] = headers[member], all[sockets++] = data[member];
         }
     UPIPE_TRY(abi_sockets_differ(all, sockets, e)); /* before an end that would say goodbye to them */
     t->end = abi_team_tcp_end;
     for (which = 0; which < groups; ++which) {
-        UPIPE_TRY(upipe_tcp_init(&t->tcp[which], fds[which][0], fds[which][1],
-                                 which ? rank / in_team : rank % in_team, which ? in_ring : in_team,
-                                 ABI_DEADLINE, e));
+        UPIPE_TRY(upipe_tcp_init(&t->tcp[which], fds[which][0], fds[which][1], part[which].rank,
+                                 part[which].ranks, ABI_DEADLINE, e));
         *(which ? &t->ring : &t->team) = &t->tcp[which].comm;
     }
     return UPIPE_OK;
@@ -114,13 +122,13 @@ static void abi_team_use(abi_team *t, int rank, upipe_ctx *c)
 {
     c->team = t->team;
     c->ring = t->ring;
-    if (t->team == NULL) grid_use(&t->threads, rank, c);
+    if (t->team == NULL) upipe_threads_grid_use(&t->threads, rank, c);
 }
 
 static void abi_team_free(abi_team *t)
 {
     if (t->end != NULL) t->end(t);
-    grid_free(&t->threads);
+    upipe_threads_grid_free(&t->threads);
 }
 
 #endif

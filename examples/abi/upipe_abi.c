@@ -5,8 +5,6 @@
 #include "team_nccl.h"
 #include "upipe/upipe.h"
 
-#include "compute.h"
-
 #include <unistd.h>
 
 _Static_assert((int)UPIPE_ABI_RING_P2P == (int)UPIPE_RING_P2P &&
@@ -209,37 +207,49 @@ static void abi_report(const upipe_err *err, char *why, size_t why_bytes)
 }
 
 /* Without ranks yet. */
-static abi *abi_new(const upipe_abi_desc *desc, upipe_err *err)
+static upipe_status abi_new(abi **out, const upipe_abi_desc *desc, upipe_err *err)
 {
-    abi *u = (abi *)calloc(1, sizeof *u);
-    if (u == NULL) {
-        upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
-        return NULL;
-    }
-    u->desc = *desc;
+    upipe_abi_desc d;
+    abi *u;
+    UPIPE_TRY(abi_read(&d, desc, err));
+    *out = u = (abi *)calloc(1, sizeof *u);
+    if (u == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
+    u->desc = d;
     u->process = getpid();
-    return u;
+    u->team.grid.ranks = d.ranks * d.ring;
+    u->team.grid.in_team = d.ranks;
+    u->team.grid.in_ring = d.ring;
+    return UPIPE_OK;
 }
 
-/* The ranks of a team that has been made, or failed with `s`. A rank that fails here tells the others why. */
-static upipe_abi *abi_open(abi *u, upipe_status s, upipe_err *err, char *why, size_t why_bytes)
+/* The ranks of a team that has been made. One that fails here tells the others why. */
+static upipe_status abi_open_ranks(abi *u, upipe_err *err)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-    const int here = u != NULL ? u->team.here : 0;
+    upipe_status s = UPIPE_OK;
     upipe_ctx c;
     int i;
-    if (s == UPIPE_OK) {
-        u->rank = (abi_rank *)calloc((size_t)here, sizeof *u->rank);
-        if (dry == NULL || u->rank == NULL) s = upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
-        for (i = 0; s == UPIPE_OK && i < here; ++i) s = abi_rank_open(u, u->team.first + i, dry, err);
-        memset(&c, 0, sizeof c);
-        abi_team_use(&u->team, u->team.first, &c);
-        if (s != UPIPE_OK) upipe_comm_abort(c.team, err->text), upipe_comm_abort(c.ring, err->text);
-    }
+    u->rank = (abi_rank *)calloc((size_t)u->team.here, sizeof *u->rank);
+    if (dry == NULL || u->rank == NULL) s = upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
+    for (i = 0; s == UPIPE_OK && i < u->team.here; ++i) s = abi_rank_open(u, u->team.first + i, dry, err);
     free(dry);
+    memset(&c, 0, sizeof c);
+    abi_team_use(&u->team, u->team.first, &c);
+    if (s != UPIPE_OK) upipe_comm_abort(c.team, err->text), upipe_comm_abort(c.ring, err->text);
+    return s;
+}
+
+static upipe_abi *abi_open(const upipe_abi_desc *desc, abi_meet *meet, const abi_given *given, char *why,
+                           size_t why_bytes)
+{
+    upipe_err err = {{0}, UPIPE_OK};
+    abi *u = NULL;
+    upipe_status s = abi_new(&u, desc, &err);
+    if (s == UPIPE_OK) s = meet(&u->team, given, &err);
+    if (s == UPIPE_OK) s = abi_open_ranks(u, &err);
     if (s == UPIPE_OK) return abi_enter(u);
     abi_free(u);
-    abi_report(err, why, why_bytes);
+    abi_report(&err, why, why_bytes);
     return NULL;
 }
 
@@ -297,63 +307,33 @@ int64_t upipe_abi_need(const upipe_abi_desc *desc, int rank, char *why, size_t w
 
 upipe_abi *upipe_abi_open(const upipe_abi_desc *desc, char *why, size_t why_bytes)
 {
-    upipe_err err = {{0}, UPIPE_OK};
-    upipe_abi_desc d;
-    upipe_status s = abi_read(&d, desc, &err);
-    abi *u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
-    if (u != NULL) s = abi_team_threads(&u->team, d.ranks, d.ring, &err);
-    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
+    return abi_open(desc, abi_team_threads, NULL, why, why_bytes);
 }
 
 upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int rank, const int *headers, const int *data,
                                   char *why, size_t why_bytes)
 {
-    upipe_err err = {{0}, UPIPE_OK};
-    upipe_abi_desc d;
-    upipe_status s = abi_read(&d, desc, &err);
-    abi *u;
-    if (s == UPIPE_OK && (headers == NULL || data == NULL))
-        s = upipe_fail(&err, UPIPE_ERR_ARG, "the sockets are NULL");
-    if (s == UPIPE_OK) s = abi_compute_by_host(&err);
-    u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
-    if (u != NULL) s = abi_team_sockets(&u->team, d.ranks, d.ring, rank, headers, data, &err);
-    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
+    const abi_given given = {.rank = rank, .headers = headers, .data = data};
+    return abi_open(desc, abi_team_sockets, &given, why, why_bytes);
 }
 
 upipe_abi *upipe_abi_open_mpi(const upipe_abi_desc *desc, const void *comm, char *why, size_t why_bytes)
 {
-    upipe_err err = {{0}, UPIPE_OK};
-    upipe_abi_desc d;
-    upipe_status s = abi_read(&d, desc, &err);
-    abi *u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
-    if (u != NULL) s = abi_team_mpi(&u->team, d.ranks, d.ring, comm, &err);
-    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
-}
-
-/* One of comm and id is NULL. */
-static upipe_abi *abi_open_nccl(const upipe_abi_desc *desc, int rank, void *comm, const void *id, char *why,
-                                size_t why_bytes)
-{
-    upipe_err err = {{0}, UPIPE_OK};
-    upipe_abi_desc d;
-    upipe_status s = abi_read(&d, desc, &err);
-    abi *u;
-    if (s == UPIPE_OK && comm == NULL && id == NULL)
-        s = upipe_fail(&err, UPIPE_ERR_ARG, "the communicator, or its id, is NULL");
-    u = s == UPIPE_OK ? abi_new(&d, &err) : NULL;
-    if (u != NULL) s = abi_team_nccl(&u->team, d.ranks, d.ring, rank, comm, id, &err);
-    return abi_open(u, u != NULL ? s : err.status, &err, why, why_bytes);
+    const abi_given given = {.mpi = comm};
+    return abi_open(desc, abi_team_mpi, &given, why, why_bytes);
 }
 
 upipe_abi *upipe_abi_open_nccl(const upipe_abi_desc *desc, void *comm, char *why, size_t why_bytes)
 {
-    return abi_open_nccl(desc, 0, comm, NULL, why, why_bytes);
+    const abi_given given = {.nccl = comm};
+    return abi_open(desc, abi_team_nccl, &given, why, why_bytes);
 }
 
 upipe_abi *upipe_abi_open_nccl_id(const upipe_abi_desc *desc, int rank, const void *id, char *why,
                                   size_t why_bytes)
 {
-    return abi_open_nccl(desc, rank, NULL, id, why, why_bytes);
+    const abi_given given = {.rank = rank, .nccl_id = id};
+    return abi_open(desc, abi_team_nccl, &given, why, why_bytes);
 }
 
 int upipe_abi_nccl_id(void *id, char *why, size_t why_bytes)

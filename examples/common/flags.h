@@ -253,53 +253,111 @@ static inline int flag_value(const flag_row *row, const char *text, void *at)
 
 /* ---- --help ---- */
 
+/* A word from this column on, or in a new line where it does not fit; the column behind it. */
+static inline int flag_put(FILE *f, int column, const char *word, int n)
+{
+    const int first = column == FLAG_COLUMN, fits = first || column + 1 + n <= FLAG_LINE;
+    if (!fits)
+        fprintf(f, "\n%*s", FLAG_COLUMN, "");
+    else if (!first)
+        fputc(' ', f);
+    fprintf(f, "%.*s", n, word);
+    return (fits ? column + !first : FLAG_COLUMN) + n;
+}
+
 /* Words from column FLAG_COLUMN on, which is where the line is. */
-static inline void flag_fill(const char *text)
+static inline void flag_fill(FILE *f, const char *text)
 {
     int column = FLAG_COLUMN;
     while (*text != '\0') {
-        const int n = (int)strcspn(text, " "), fits = column == FLAG_COLUMN || column + 1 + n <= FLAG_LINE;
-        if (!fits)
-            printf("\n%*s", FLAG_COLUMN, "");
-        else if (column > FLAG_COLUMN)
-            putchar(' ');
-        column = (fits ? column + (column > FLAG_COLUMN) : FLAG_COLUMN) + n;
-        printf("%.*s", n, text);
+        const int n = (int)strcspn(text, " ");
+        column = flag_put(f, column, text, n);
         text += n + (text[n] == ' ');
     }
-    putchar('\n');
+    fputc('\n', f);
 }
 
-static inline void flag_explain(const flag_row *row)
+/* The range of a number, in brackets behind a blank; nothing for what is none. */
+static inline const char *flag_range(char out[FLAG_VALUE], const flag_row *row)
 {
-    char left[64], help[1024];
-    const char *const quote =
-        row->kind == FLAG_TEXT && strchr(row->standard != NULL ? row->standard : "", ' ') ? "\"" : "";
+    out[0] = '\0';
+    if (row->kind == FLAG_INT || row->kind == FLAG_WHOLE)
+        snprintf(out, FLAG_VALUE, " [%lld to %lld]", (long long)row->least, (long long)flag_most(row));
+    else if (row->kind == FLAG_REAL)
+        snprintf(out, FLAG_VALUE, " [%g to %g]", row->least, row->most);
+    else if (row->kind == FLAG_SECONDS)
+        snprintf(out, FLAG_VALUE, " [above 0 to %g]", row->most);
+    return out;
+}
+
+static inline void flag_explain(FILE *f, const flag_row *row)
+{
+    char left[64], range[FLAG_VALUE], help[1024];
+    const char *const standard = row->standard != NULL ? row->standard : "";
+    const char *const quote = row->kind == FLAG_TEXT && strchr(standard, ' ') ? "\"" : "";
     snprintf(left, sizeof left, "  --%s%s%s", row->name, row->value != NULL ? " " : "",
              row->value != NULL ? row->value : "");
-    printf("%-*s", FLAG_COLUMN, left);
-    if (strlen(left) >= FLAG_COLUMN) printf("\n%*s", FLAG_COLUMN, "");
-    if (row->standard != NULL)
-        snprintf(help, sizeof help, "%s (%s%s%s)", row->help, quote, row->standard, quote);
-    else
-        snprintf(help, sizeof help, "%s", row->help);
-    flag_fill(help);
+    fprintf(f, "%-*s", FLAG_COLUMN, left);
+    if (strlen(left) >= FLAG_COLUMN) fprintf(f, "\n%*s", FLAG_COLUMN, "");
+    snprintf(help, sizeof help, "%s%s%s%s%s%s%s", row->help, row->standard != NULL ? " (" : "", quote,
+             standard, quote, row->standard != NULL ? ")" : "", flag_range(range, row));
+    flag_fill(f, help);
+}
+
+/* The names of the program's flags with a trait below a heading, if there are any; how many. */
+static inline int flags_list(FILE *f, const flag_set *set, int trait, const char *heading)
+{
+    int some = 0, column = FLAG_COLUMN;
+    for (int i = 0; i < set->n; ++i) {
+        const flag_row *row = &set->rows[i];
+        char name[64];
+        if (!(row->programs & set->programs) || !(row->traits & trait)) continue;
+        if (some++ == 0) fprintf(f, "\n%s\n%*s", heading, FLAG_COLUMN, "");
+        snprintf(name, sizeof name, "--%s", row->name);
+        column = flag_put(f, column, name, (int)strlen(name));
+    }
+    if (some > 0) fputc('\n', f);
+    return some;
+}
+
+/* All of --help behind its first lines. */
+static inline void flags_print(FILE *f, const flag_set *set)
+{
+    const char *const *more, *section = NULL;
+    for (int i = 0; i < set->n; ++i) {
+        const flag_row *row = &set->rows[i];
+        if (!(row->programs & set->programs)) continue;
+        if (row->section != section) fprintf(f, "\n%s%s", row->section, row->section[0] != '\0' ? "\n" : "");
+        section = row->section;
+        flag_explain(f, row);
+    }
+    fputs(
+        "\nA value is the next word, or stands behind =. Of a flag that comes twice the last one counts, and a note\n"
+        "says so, but where it may come several times. (...) is the default, [...] the range of a number. A whole\n"
+        "number may be 64k, 1M or 1e6: k is 2^10, M is 2^20. A size of memory has a unit: 64KiB, 80GB; GB is 10^9\n"
+        "bytes, GiB 2^30.\n",
+        f);
+    flags_list(
+        f, set, FLAG_READ,
+        "Ranks that are processes compare their flags before the first step, and end with a sentence where\n"
+        "they differ. Of these paths the content is compared, and the name may differ:");
+    if (flags_list(f, set, FLAG_SCHEDULE,
+                   "A resumed run has these from the checkpoint, or from the flag where it is given:")) {
+        flags_list(f, set, FLAG_DATA,
+                   "A resumed run has these from the checkpoint, and refuses another value:");
+        flags_list(
+            f, set, FLAG_MODEL,
+            "A resumed or loaded model has these from its folder. Another value is refused, but for the RoPE\n"
+            "of a loaded one:");
+    }
+    for (more = set->more; *more != NULL; ++more) fputs(*more, f);
 }
 
 /* All of --help; 1, or 1 + the exit status with the sentence out. */
 static inline int flags_explain(const flag_set *set)
 {
-    const char *const *more, *section = NULL;
-    int i;
     fputs(set->usage, stdout);
-    for (i = 0; i < set->n; ++i) {
-        const flag_row *row = &set->rows[i];
-        if (!(row->programs & set->programs)) continue;
-        if (row->section != section) printf("\n%s%s", row->section, row->section[0] != '\0' ? "\n" : "");
-        section = row->section;
-        flag_explain(row);
-    }
-    for (more = set->more; *more != NULL; ++more) fputs(*more, stdout);
+    flags_print(stdout, set);
     return cli_print("help", "");
 }
 

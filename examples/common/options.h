@@ -1,8 +1,9 @@
 /* options.h -- what the flags of all programs are, and what they say: one table
  *
- *     a flag is a member of options and a row of flag_rows; its reading, its range, --help, the agreement of ranks, the
- *     settings in JSON and docs/flags.md follow from the row. What stays over a resume (FLAG_DATA, FLAG_SCHEDULE) is a
- *     member and a row of llama_run too, and what config.json says (FLAG_MODEL) one of llama_config
+ *     a flag is a member of options and a row of flag_rows; its reading, its range, --help, the agreement of ranks and
+ *     the settings in JSON follow from the row. What stays over a resume (FLAG_DATA, FLAG_SCHEDULE) is a member and a row
+ *     of llama_run too, and what config.json says (FLAG_MODEL) one of llama_config: the trait alone keeps nothing, and a
+ *     resumed run accepts any value. Older checkpoints lack a new number and are refused
  *
  *     const flag_row *row = flag_find(IN_TRAIN, "min_lr");        the flag min-lr: - and _ are the same
  *     if (options_given(&o, &o.lr)) ...
@@ -381,7 +382,7 @@ static const flag_row flag_rows[] = {
     {"deadline", "SECONDS", IN_TRAIN | IN_COMPARE | IN_LOGITS, in_processes, FLAG_SECONDS, AT(deadline), 0, 1e6, "600", FLAG_TRAINING,
      "how long a rank waits for another one before it aborts"},
     {"progress", NULL, IN_TRAIN | IN_COMPARE | IN_PLAN, in_rest, FLAG_SWITCH, AT(progress), 0, 1, NULL, FLAG_FREE | FLAG_TRAINING,
-     "say on stderr what is being done, terminal or not"},
+     "say on stderr what is being done, terminal or not; ranks may differ in it"},
     {"help", NULL, IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_rest, FLAG_HELP, 0, 0, 0, NULL, FLAG_FREE,
      "this text"},
     {"version", NULL, IN_TRAIN | IN_COMPARE | IN_LOGITS | IN_PLAN, in_rest, FLAG_VERSION, 0, 0, 0, NULL, FLAG_FREE,

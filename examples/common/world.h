@@ -14,7 +14,7 @@
  *               world_side(&w, rank)            a second one, for a side stream (a thread, or on a device the caller); if
  *                                               options.zero_prefetch
  *
- * Ranks lie as in grid.h. Where they are processes, those of a machine are neighbours, so that a team stays
+ * The ranks of a team are neighbours. Where they are processes, those of a machine are neighbours, so that a team stays
  * inside a machine where it can. Rank 0 reports: sentences of other processes are held (cli.h) until
  * world_agree brings the first of them to rank 0. A failure inside body breaks every communicator with its
  * sentence; if rank 0 cannot say it, another rank does. After it world_end ends the job with the launcher's
@@ -27,9 +27,9 @@
 
 #include "device_flag.h"
 #include "flags.h"
-#include "grid.h"
 #include "options.h"
 #include "rendezvous.h"
+#include "upipe/net/upipe_net_threads_grid.h"
 
 enum { WORLD_THREADS, WORLD_MPI, WORLD_NCCL, WORLD_TCP }; /* in the order of --transport */
 
@@ -42,14 +42,25 @@ typedef upipe_status world_body(void *user, int rank, upipe_err *why);
 enum { WORLD_SHAPES = 3 };
 
 typedef struct world_shape {
-    int in_team, in_ring;
+    upipe_grid grid;
     upipe_comm *team, *ring; /* of processes; ring: NULL where there is none */
 } world_shape;
 
+/* The communicators of a process. LAUNCHED: over NCCL, in the launcher's order. TEAM, RING: of the first shape; two more of
+ * each other one. */
+enum {
+    WORLD_LAUNCHED,
+    WORLD_ALL,
+    WORLD_SIDE,
+    WORLD_TEAM,
+    WORLD_RING,
+    WORLD_COMMS = WORLD_TEAM + 2 * WORLD_SHAPES
+};
+
 /* Processes: what differs between transports. */
 typedef struct world_kind {
-    /* w->team, which is w->all where it has all ranks, and w->ring where R > 1, of shape number w->shapes_n; with the first w->side if it is wanted */
-    upipe_status (*split)(struct world *w, upipe_err *e);
+    /* *comm: this process's end of communicator number `which`, of its part; all processes call it together */
+    upipe_status (*make)(struct world *w, int which, upipe_grid_part part, upipe_comm **comm, upipe_err *e);
     int (*end)(struct world *w);   /* leaves with the others; -1 with the sentence out */
     void (*flush)(double seconds); /* lets messages leave */
     void (*stop)(void);            /* ends the processes of the job, also those that hang */
@@ -57,14 +68,14 @@ typedef struct world_kind {
 
 /* No typedef: a communicator of all ranks is often called world. */
 struct world {
-    int transport, ranks, in_team, in_ring;
+    int transport, ranks;
     int first, here;      /* this process has the ranks first .. first + here - 1 */
     int near_first, near; /* likewise those of this machine */
     double deadline;
     int with_side;
     const volatile sig_atomic_t
         *caught; /* the signal that the program has taken, 0 for none; NULL: it takes none */
-    grid threads;
+    upipe_threads_grid threads;
     upipe_threads side_threads;
     /* of processes */
     const world_kind *kind;
@@ -96,10 +107,24 @@ static inline int world_place(const int64_t *node, int ranks, int me, int *near_
     return place;
 }
 
-/* The first rank of this process's ring. */
-static inline int world_ring_first(const struct world *w)
+/* All ranks, as a part. */
+static inline upipe_grid_part world_whole(const struct world *w)
 {
-    return grid_ring_first(w->first, w->in_team, w->in_ring);
+    const upipe_grid_part all = {0, 1, w->ranks, w->first};
+    return all;
+}
+
+/* What has been told is with the kernel, or the device. */
+static inline void world_flush(double seconds)
+{
+    struct timespec nap = {0, (long)(seconds * 1e9)};
+    nanosleep(&nap, NULL);
+}
+
+/* The others see that connections have ended, or the launcher ends them. */
+static inline void world_stop(void)
+{
+    _exit(EXIT_RUN);
 }
 
 #include "world_tcp.h"
@@ -361,7 +386,7 @@ static inline int world_begin(struct world *w, const flag_set *set, options *o, 
 
 static inline upipe_comm *world_all(struct world *w, int rank)
 {
-    return w->all != NULL ? w->all : grid_world(&w->threads, rank);
+    return w->all != NULL ? w->all : upipe_threads_comm(&w->threads.world, rank);
 }
 
 /* NULL unless it is wanted. */
@@ -373,38 +398,50 @@ static inline upipe_comm *world_side(struct world *w, int rank)
 static inline void world_use(struct world *w, int rank, upipe_ctx *c)
 {
     if (w->all == NULL) {
-        grid_use(&w->threads, rank, c);
+        upipe_threads_grid_use(&w->threads, rank, c);
         return;
     }
     c->team = w->team;
     c->ring = w->ring;
 }
 
-/* The communicators of a shape, which processes make together where they have not yet. */
-static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
+/* The communicators of a shape, and the second one of all with the first. */
+static inline upipe_status world_make(struct world *w, world_shape *shape, upipe_err *e)
 {
-    world_shape *shape = w->shapes;
-    while (shape < w->shapes + w->shapes_n && (shape->in_team != w->in_team || shape->in_ring != w->in_ring))
-        ++shape;
+    const upipe_grid_part team = upipe_grid_team(&shape->grid, w->first),
+                          ring = upipe_grid_ring(&shape->grid, w->first);
+    const int at = 2 * w->shapes_n;
+    upipe_comm *side = NULL;
+    shape->team = w->all;
+    shape->ring = NULL;
+    if (w->with_side && w->side == NULL) UPIPE_TRY(w->kind->make(w, WORLD_SIDE, world_whole(w), &side, e));
+    if (team.ranks < w->ranks) UPIPE_TRY(w->kind->make(w, WORLD_TEAM + at, team, &shape->team, e));
+    if (ring.ranks > 1) UPIPE_TRY(w->kind->make(w, WORLD_RING + at, ring, &shape->ring, e));
+    if (side != NULL) {
+        w->side = side;
+        upipe_comm_part(side, w->all, 0, 1);
+    }
+    if (shape->team != w->all) upipe_comm_part(shape->team, w->all, team.first, team.step);
+    if (shape->ring != NULL) upipe_comm_part(shape->ring, w->all, ring.first, ring.step);
+    ++w->shapes_n;
+    return UPIPE_OK;
+}
+
+/* The communicators of a grid, which processes make together where they have not yet. */
+static inline upipe_status world_split_processes(struct world *w, const upipe_grid *grid, upipe_err *e)
+{
+    world_shape *shape = w->shapes, *end = w->shapes + w->shapes_n;
+    while (shape < end && memcmp(&shape->grid, grid, sizeof *grid) != 0) ++shape;
     if (shape == w->shapes + WORLD_SHAPES)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "a run with more than %d shapes", WORLD_SHAPES);
-    if (shape == w->shapes + w->shapes_n) {
-        const int sides = w->side != NULL;
+    if (shape == end) {
         upipe_status s;
-        w->team = w->ring = NULL;
-        s = w->kind->split(w, e);
+        shape->grid = *grid;
+        s = world_make(w, shape, e);
         if (s != UPIPE_OK) {
             upipe_comm_abort(w->all, e->text);
             return s;
         }
-        if (w->side != NULL && !sides) upipe_comm_part(w->side, w->all, 0, 1);
-        if (w->team != w->all) upipe_comm_part(w->team, w->all, w->first / w->in_team * w->in_team, 1);
-        if (w->ring != NULL) upipe_comm_part(w->ring, w->all, world_ring_first(w), w->in_team);
-        shape->in_team = w->in_team;
-        shape->in_ring = w->in_ring;
-        shape->team = w->team;
-        shape->ring = w->ring;
-        ++w->shapes_n;
     }
     w->team = shape->team;
     w->ring = shape->ring;
@@ -414,19 +451,16 @@ static inline upipe_status world_split_processes(struct world *w, upipe_err *e)
 /* world_split -- makes the teams and the rings of all ranks, which are grids of in_team * in_ring */
 static inline upipe_status world_split(struct world *w, int in_team, int in_ring, upipe_err *e)
 {
+    const upipe_grid grid = {w->ranks, in_team, in_ring, 0};
     upipe_status s;
     int r;
-    if (w->ranks % (in_team * in_ring) != 0)
-        return upipe_fail(e, UPIPE_ERR_ARG, "%d ranks are no grids of %d rings of %d", w->ranks, in_team,
-                          in_ring);
-    w->in_team = in_team;
-    w->in_ring = in_ring;
-    if (w->all != NULL) return world_split_processes(w, e);
+    UPIPE_TRY(upipe_grid_check(&grid, e));
+    if (w->all != NULL) return world_split_processes(w, &grid, e);
     if (w->with_side) UPIPE_TRY(upipe_threads_init(&w->side_threads, w->ranks, w->deadline, e));
-    s = grid_init(&w->threads, w->ranks, in_team, in_ring, w->deadline, e);
+    s = upipe_threads_grid_init(&w->threads, &grid, w->deadline, e);
     if (s != UPIPE_OK) upipe_threads_free(&w->side_threads);
     for (r = 0; s == UPIPE_OK && w->with_side && r < w->ranks; ++r)
-        upipe_comm_part(world_side(w, r), grid_world(&w->threads, r), 0, 1);
+        upipe_comm_part(world_side(w, r), upipe_threads_comm(&w->threads.world, r), 0, 1);
     return s;
 }
 
@@ -434,7 +468,7 @@ static inline void world_join(struct world *w)
 {
     if (w->all != NULL) return;
     upipe_threads_free(&w->side_threads);
-    grid_free(&w->threads);
+    upipe_threads_grid_free(&w->threads);
 }
 
 static inline upipe_status world_main(void *user, int rank)
@@ -467,6 +501,7 @@ static inline upipe_status world_main_process(struct world *w)
 static inline int world_run(struct world *w, world_body *body, void *user, const char *what)
 {
     upipe_status *statuses = (upipe_status *)calloc((size_t)w->here, sizeof *statuses), s;
+    upipe_err first; /* of threads: what a rank says whose own never ran */
     int r;
     w->why = (upipe_err *)calloc((size_t)w->here, sizeof *w->why);
     if (statuses == NULL || w->why == NULL) {
@@ -480,12 +515,13 @@ static inline int world_run(struct world *w, world_body *body, void *user, const
     w->body = body;
     w->user = user;
     s = w->all != NULL ? world_main_process(w)
-                       : upipe_threads_run(&w->threads.world, world_main, w, statuses, NULL);
+                       : upipe_threads_run(&w->threads.world, world_main, w, statuses, &first);
     r = cli_reason(statuses, w->here, s);
     if (s != UPIPE_OK && w->all != NULL)
         cli_fail("%s%s", what, w->why[0].text);
     else if (s != UPIPE_OK)
-        cli_fail("%srank %d: %s%s", what, r, cli_status(s), grid_why(&w->threads, &w->why[r]));
+        cli_fail("%srank %d: %s%s", what, r, cli_status(s),
+                 (w->why[r].text[0] != 0 ? &w->why[r] : &first)->text);
     free(statuses);
     free(w->why);
     w->why = NULL;

@@ -1,6 +1,5 @@
 /* world_mpi.h -- a world whose ranks are MPI's processes; world.h includes it
  *
- * Communicators: of all, of the team and the ring of each shape, and a second one of all where a side stream needs it.
  * MPI's own collective calls, which wait without a limit, are made under a watch that ends the process when the
  * deadline passes.
  */
@@ -9,14 +8,10 @@
 
 #include <sys/time.h>
 
-#include "upipe/net/upipe_net_mpi.h"
-
-/* TEAM, RING: of the first shape; two more of each other one */
-enum { WORLD_ALL, WORLD_SIDE, WORLD_TEAM, WORLD_RING, WORLD_COMMS = WORLD_TEAM + 2 * WORLD_SHAPES };
+#include "part_mpi.h"
 
 static struct {
-    MPI_Comm comm[WORLD_COMMS];
-    upipe_mpi end[WORLD_COMMS];
+    part_mpi part[WORLD_COMMS];
     int level;  /* of threads */
     double due; /* when the time of an MPI call is over, and the sentence then */
     char late[192];
@@ -56,53 +51,24 @@ static void world_mpi_watch(const struct world *w, const char *what)
     setitimer(ITIMER_REAL, &timer, NULL);
 }
 
-/* A communicator of those that bring the same colour, in the order of key, and this rank's end of it. */
-static int world_mpi_make(struct world *w, int which, MPI_Comm of, int colour, int key, upipe_err *e)
+/* A barrier says who does not come, as MPI does not. */
+static upipe_status world_mpi_make(struct world *w, int which, upipe_grid_part part, upipe_comm **comm,
+                                   upipe_err *e)
 {
-    MPI_Comm *comm = &world_mpi.comm[which];
-    if (MPI_Comm_split(of, colour, key, comm) != MPI_SUCCESS ||
-        MPI_Comm_set_errhandler(*comm, MPI_ERRORS_RETURN) != MPI_SUCCESS)
-        return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI makes no communicator"), -1;
-    return upipe_mpi_init(&world_mpi.end[which], *comm, 0, w->deadline, e) == UPIPE_OK ? 0 : -1;
-}
-
-/* A side stream of the CPU is a thread, which waits in one communicator while the rank is in another. */
-static upipe_status world_mpi_side(struct world *w, upipe_err *e)
-{
-    int bad;
-    if (world_mpi.level < MPI_THREAD_MULTIPLE)
+    part_mpi *m = &world_mpi.part[which];
+    upipe_ctx c;
+    upipe_status s;
+    memset(&c, 0, sizeof c);
+    /* a side stream of the CPU is a thread, which waits in one communicator while the rank is in another */
+    if (which == WORLD_SIDE && world_mpi.level < MPI_THREAD_MULTIPLE)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                           "two threads call MPI, which is not MPI_THREAD_MULTIPLE here");
+    if (upipe_comm_barrier(&c, w->all) != UPIPE_OK) return *e = c.err, e->status;
     world_mpi_watch(w, "MPI_Comm_split");
-    bad = world_mpi_make(w, WORLD_SIDE, world_mpi.comm[WORLD_ALL], 0, w->first, e);
+    s = part_mpi_make(m, world_mpi.part[WORLD_ALL].comm, part, w->deadline, e);
     world_mpi_watch(w, NULL);
-    if (bad) return e->status;
-    w->side = &world_mpi.end[WORLD_SIDE].comm;
-    return UPIPE_OK;
-}
-
-static upipe_status world_mpi_split(struct world *w, upipe_err *e)
-{
-    const int at = 2 * w->shapes_n;
-    upipe_ctx c;
-    int bad = 0;
-    memset(&c, 0, sizeof c);
-    if (upipe_comm_barrier(&c, w->all) != UPIPE_OK) { /* which says who does not come, as MPI does not */
-        *e = c.err;
-        return e->status;
-    }
-    if (w->with_side && w->side == NULL) UPIPE_TRY(world_mpi_side(w, e));
-    w->team = w->all;
-    if (w->in_team == w->ranks) return UPIPE_OK;
-    world_mpi_watch(w, "MPI_Comm_split");
-    bad = world_mpi_make(w, WORLD_TEAM + at, world_mpi.comm[WORLD_ALL], w->first / w->in_team, w->first, e);
-    if (!bad && w->in_ring > 1)
-        bad = world_mpi_make(w, WORLD_RING + at, world_mpi.comm[WORLD_ALL], world_ring_first(w), w->first, e);
-    world_mpi_watch(w, NULL);
-    if (bad) return e->status;
-    w->team = &world_mpi.end[WORLD_TEAM + at].comm;
-    if (w->in_ring > 1) w->ring = &world_mpi.end[WORLD_RING + at].comm;
-    return UPIPE_OK;
+    *comm = &m->end.comm;
+    return s;
 }
 
 static int world_mpi_end(struct world *w)
@@ -110,11 +76,11 @@ static int world_mpi_end(struct world *w)
     upipe_err e;
     int i, bad = 0;
     for (i = WORLD_COMMS; i-- > 0 && !bad;) /* parts before their world */
-        if (upipe_mpi_free(&world_mpi.end[i], &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
+        if (upipe_mpi_free(&world_mpi.part[i].end, &e) != UPIPE_OK) bad = cli_fail("%s", e.text);
     if (bad) return -1; /* MPI_Finalize may wait for a rank that is dead */
     world_mpi_watch(w, "MPI_Finalize");
     for (i = 0; i < WORLD_COMMS; ++i)
-        if (world_mpi.comm[i] != MPI_COMM_NULL) MPI_Comm_free(&world_mpi.comm[i]);
+        if (world_mpi.part[i].comm != MPI_COMM_NULL) MPI_Comm_free(&world_mpi.part[i].comm);
     bad = MPI_Finalize() != MPI_SUCCESS;
     world_mpi_watch(w, NULL);
     return bad ? cli_fail("MPI does not end") : 0;
@@ -127,7 +93,7 @@ static void world_mpi_flush(double seconds)
     int there = 0;
     do {
         struct timespec nap = {0, 1000000};
-        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, world_mpi.comm[WORLD_ALL], &there, MPI_STATUS_IGNORE);
+        MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, world_mpi.part[WORLD_ALL].comm, &there, MPI_STATUS_IGNORE);
         nanosleep(&nap, NULL);
     } while (cli_clock(NULL) < until);
 }
@@ -141,8 +107,10 @@ static void world_mpi_stop(void)
 }
 
 /* Machines in the order of their first process, and on each the processes in theirs. */
-static int world_mpi_place(struct world *w, const options *o, upipe_err *e)
+static upipe_status world_mpi_place(struct world *w, const options *o, upipe_err *e)
 {
+    part_mpi *all = &world_mpi.part[WORLD_ALL];
+    upipe_grid_part part = {0, 1, 0, 0};
     MPI_Comm near = MPI_COMM_NULL;
     int rank = 0, leader = 0, local = 0, bad;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
@@ -152,28 +120,29 @@ static int world_mpi_place(struct world *w, const options *o, upipe_err *e)
     if (!bad)
         bad = MPI_Bcast(&leader, 1, MPI_INT, 0, near) != MPI_SUCCESS || MPI_Comm_free(&near) != MPI_SUCCESS;
     if (o->node_ranks > 0) leader = rank / o->node_ranks * o->node_ranks;
-    if (bad) return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI does not say which processes share a machine"), -1;
-    if (world_mpi_make(w, WORLD_ALL, MPI_COMM_WORLD, 0, leader, e)) return -1;
-    if (MPI_Comm_split(world_mpi.comm[WORLD_ALL], leader, 0, &near) != MPI_SUCCESS ||
+    if (bad) return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI does not say which processes share a machine");
+    part.rank = leader; /* those of one machine stay in their order */
+    UPIPE_TRY(part_mpi_make(all, MPI_COMM_WORLD, part, w->deadline, e));
+    if (MPI_Comm_split(all->comm, leader, 0, &near) != MPI_SUCCESS ||
         MPI_Comm_rank(near, &local) != MPI_SUCCESS || MPI_Comm_size(near, &w->near) != MPI_SUCCESS ||
         MPI_Comm_free(&near) != MPI_SUCCESS)
-        return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI makes no communicator of a machine"), -1;
-    w->all = &world_mpi.end[WORLD_ALL].comm;
+        return upipe_fail(e, UPIPE_ERR_BACKEND, "MPI makes no communicator of a machine");
+    w->all = &all->end.comm;
     w->ranks = w->all->ranks;
     w->first = w->all->rank;
     w->here = 1;
     w->near_first = w->first - local;
-    return 0;
+    return UPIPE_OK;
 }
 
 /* MPI is started. 0, or -1 with the sentence out. */
 static int world_mpi_begin(struct world *w, const options *o)
 {
-    static const world_kind kind = {world_mpi_split, world_mpi_end, world_mpi_flush, world_mpi_stop};
+    static const world_kind kind = {world_mpi_make, world_mpi_end, world_mpi_flush, world_mpi_stop};
     upipe_err e;
     int i;
     w->kind = &kind;
-    for (i = 0; i < WORLD_COMMS; ++i) world_mpi.comm[i] = MPI_COMM_NULL;
+    for (i = 0; i < WORLD_COMMS; ++i) world_mpi.part[i].comm = MPI_COMM_NULL;
     memset(&e, 0, sizeof e);
     world_mpi_watch(w, "MPI_Init");
     if (MPI_Init_thread(NULL, NULL, o->zero_prefetch ? MPI_THREAD_MULTIPLE : MPI_THREAD_SERIALIZED,
@@ -181,7 +150,7 @@ static int world_mpi_begin(struct world *w, const options *o)
         return cli_fail("MPI does not start");
     MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     world_mpi_watch(w, "MPI_Comm_split");
-    if (world_mpi_place(w, o, &e) != 0) return cli_fail("%s", e.text);
+    if (world_mpi_place(w, o, &e) != UPIPE_OK) return cli_fail("%s", e.text);
     world_mpi_watch(w, NULL);
     if (w->first > 0) cli_holds = 1; /* whatever the launcher's environment says */
     if (w->ranks <= UPIPE_THREADS_MAX) return 0;

@@ -9,15 +9,6 @@
 
 #include "upipe/net/upipe_net_tcp.h"
 
-/* TEAM, RING: of the first shape; two more of each other one */
-enum {
-    WORLD_TCP_ALL,
-    WORLD_TCP_SIDE,
-    WORLD_TCP_TEAM,
-    WORLD_TCP_RING,
-    WORLD_TCP_COMMS = WORLD_TCP_TEAM + 2 * WORLD_SHAPES
-};
-
 enum { WORLD_TCP_SOCKETS = 2 }; /* of a pair: headers, data */
 
 /* Where a rank listens for a communicator. */
@@ -28,8 +19,8 @@ typedef struct world_tcp_door {
 } world_tcp_door;
 
 typedef struct world_tcp {
-    upipe_tcp end[WORLD_TCP_COMMS];
-    int fds[WORLD_TCP_COMMS][WORLD_TCP_SOCKETS][UPIPE_TCP_MAX];
+    upipe_tcp end[WORLD_COMMS];
+    int fds[WORLD_COMMS][WORLD_TCP_SOCKETS][UPIPE_TCP_MAX];
     int listening[WORLD_TCP_SOCKETS]; /* of the communicator that is being made */
     world_tcp_door door;              /* this rank's */
     world_tcp_door doors[UPIPE_TCP_MAX];
@@ -69,34 +60,32 @@ static inline int world_tcp_listen(world_tcp *t)
     return bad ? cli_fail("no socket listens at %s: %s", t->door.host, strerror(errno)) : 0;
 }
 
-/* All doors are known. Connects a group, whose rank i is rank first + i * step of the world, and makes this rank's
- * end. */
-static inline int world_tcp_connect(struct world *w, int which, int first, int step, int n)
+/* All doors are known. Connects a part, and makes this rank's end. */
+static inline int world_tcp_connect(struct world *w, int which, upipe_grid_part part)
 {
     world_tcp *t = (world_tcp *)w->own;
-    const int me = (w->first - first) / step;
     upipe_err e;
     char byte = 0;
     int p, i;
-    for (p = 0; p <= me && p < n - 1; ++p) {
-        const world_tcp_door *door = &t->doors[first + p * step];
+    for (p = 0; p <= part.rank && p < part.ranks - 1; ++p) {
+        const world_tcp_door *door = &t->doors[part.first + p * part.step];
         for (i = 0; i < WORLD_TCP_SOCKETS; ++i) {
             launch l;
             memset(&l, 0, sizeof l);
             l.address = door->host;
             l.port = door->port[i];
-            l.rank = me - p;
-            l.ranks = n - p;
-            l.first = first + p * step;
-            l.step = step;
-            if (rendezvous_connect_all(&l, p == me ? t->listening[i] : -1, &byte, 1, w->deadline,
+            l.rank = part.rank - p;
+            l.ranks = part.ranks - p;
+            l.first = part.first + p * part.step;
+            l.step = part.step;
+            if (rendezvous_connect_all(&l, p == part.rank ? t->listening[i] : -1, &byte, 1, w->deadline,
                                        t->fds[which][i] + p) != 0)
                 return -1;
         }
     }
     world_tcp_close(t->listening, WORLD_TCP_SOCKETS);
-    if (upipe_tcp_init(&t->end[which], t->fds[which][0], t->fds[which][1], me, n, w->deadline, &e) !=
-        UPIPE_OK)
+    if (upipe_tcp_init(&t->end[which], t->fds[which][0], t->fds[which][1], part.rank, part.ranks, w->deadline,
+                       &e) != UPIPE_OK)
         return cli_fail("%s", e.text);
     return 0;
 }
@@ -109,7 +98,7 @@ static inline upipe_status world_tcp_reported(const struct world *w, upipe_err *
 }
 
 /* The same for a later communicator: the doors go through that of all. */
-static inline upipe_status world_tcp_make(struct world *w, int which, int first, int step, int n,
+static inline upipe_status world_tcp_make(struct world *w, int which, upipe_grid_part part, upipe_comm **comm,
                                           upipe_err *e)
 {
     enum { NUMBERS = sizeof(world_tcp_door) / sizeof(int64_t) };
@@ -122,24 +111,8 @@ static inline upipe_status world_tcp_make(struct world *w, int which, int first,
     if (upipe_comm_all_gather(&c, w->all, w->all->gathered, mine, NUMBERS) != UPIPE_OK)
         return *e = c.err, e->status;
     memcpy(t->doors, w->all->gathered, (size_t)w->ranks * sizeof *t->doors);
-    return world_tcp_connect(w, which, first, step, n) != 0 ? world_tcp_reported(w, e) : UPIPE_OK;
-}
-
-static inline upipe_status world_tcp_split(struct world *w, upipe_err *e)
-{
-    world_tcp *t = (world_tcp *)w->own;
-    const int team = w->first / w->in_team * w->in_team, at = 2 * w->shapes_n;
-    if (w->with_side && w->side == NULL) {
-        UPIPE_TRY(world_tcp_make(w, WORLD_TCP_SIDE, 0, 1, w->ranks, e));
-        w->side = &t->end[WORLD_TCP_SIDE].comm;
-    }
-    w->team = w->all;
-    if (w->in_team == w->ranks) return UPIPE_OK;
-    UPIPE_TRY(world_tcp_make(w, WORLD_TCP_TEAM + at, team, 1, w->in_team, e));
-    w->team = &t->end[WORLD_TCP_TEAM + at].comm;
-    if (w->in_ring == 1) return UPIPE_OK;
-    UPIPE_TRY(world_tcp_make(w, WORLD_TCP_RING + at, world_ring_first(w), w->in_team, w->in_ring, e));
-    w->ring = &t->end[WORLD_TCP_RING + at].comm;
+    if (world_tcp_connect(w, which, part) != 0) return world_tcp_reported(w, e);
+    *comm = &t->end[which].comm;
     return UPIPE_OK;
 }
 
@@ -148,7 +121,7 @@ static inline void world_tcp_drop(struct world *w)
 {
     world_tcp *t = (world_tcp *)w->own;
     int i;
-    for (i = 0; i < WORLD_TCP_COMMS * WORLD_TCP_SOCKETS; ++i)
+    for (i = 0; i < WORLD_COMMS * WORLD_TCP_SOCKETS; ++i)
         world_tcp_close(t->fds[i / WORLD_TCP_SOCKETS][i % WORLD_TCP_SOCKETS], UPIPE_TCP_MAX);
     world_tcp_close(t->listening, WORLD_TCP_SOCKETS);
     free(t);
@@ -160,23 +133,10 @@ static inline int world_tcp_end(struct world *w)
     world_tcp *t = (world_tcp *)w->own;
     upipe_err e;
     int i, bad = 0;
-    for (i = WORLD_TCP_COMMS; i-- > 0;) /* parts before their world */
+    for (i = WORLD_COMMS; i-- > 0;) /* parts before their world */
         if (upipe_tcp_free(&t->end[i], &e) != UPIPE_OK && !bad) bad = cli_fail("%s", e.text);
     world_tcp_drop(w);
     return bad;
-}
-
-/* What has been told is with the kernel. */
-static inline void world_tcp_flush(double seconds)
-{
-    struct timespec nap = {0, (long)(seconds * 1e9)};
-    nanosleep(&nap, NULL);
-}
-
-/* The others see that the connections have ended. */
-static inline void world_tcp_stop(void)
-{
-    _exit(EXIT_RUN);
 }
 
 /* Every rank's door comes to rank 0, over the connections at which all have met, and from there to all, unless a rank is
@@ -257,7 +217,7 @@ static inline void world_tcp_order(struct world *w, const launch *l)
 /* 0, or -1 with the sentence out. */
 static inline int world_tcp_begin(struct world *w, const options *o)
 {
-    static const world_kind kind = {world_tcp_split, world_tcp_end, world_tcp_flush, world_tcp_stop};
+    static const world_kind kind = {world_tcp_make, world_tcp_end, world_flush, world_stop};
     int star[UPIPE_TCP_MAX], bad;
     launch l;
     world_tcp *t;
@@ -278,9 +238,9 @@ static inline int world_tcp_begin(struct world *w, const options *o)
     world_tcp_close(star, UPIPE_TCP_MAX);
     if (!bad) {
         world_tcp_order(w, &l);
-        bad = world_tcp_connect(w, WORLD_TCP_ALL, 0, 1, l.ranks) != 0;
+        bad = world_tcp_connect(w, WORLD_ALL, world_whole(w)) != 0;
     }
-    w->all = &t->end[WORLD_TCP_ALL].comm;
+    w->all = &t->end[WORLD_ALL].comm;
     if (bad) world_tcp_drop(w);
     return bad ? -1 : 0;
 }

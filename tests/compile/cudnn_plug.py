@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""cudnn_plug.py TOP -- examples/13_plug_cudnn.cpp compiles against cuDNN's header library and cuDNN's headers of today
+"""cudnn_plug.py TOP -- examples/03_plug_cudnn.cpp compiles against cuDNN's header library and cuDNN's headers of today
 
 Of the wheels (nvidia-cudnn-frontend, nvidia-cudnn-cu13) only headers are fetched (lib/wheels.py). Without a network, or
 without CUDA's own headers, the test is left out.
@@ -35,7 +35,7 @@ def main():
         return 77
     flags = [word for folder in (*folders, CUDA) for word in ('-isystem', folder)]
     done = subprocess.run(['g++', '-std=c++17', '-fsyntax-only', '-Wall', '-Wextra', '-Werror', '-DCUDNN_FRONTEND_SKIP_JSON_LIB',
-                           '-I', TOP, *flags, os.path.join(TOP, 'examples', '13_plug_cudnn.cpp')],
+                           '-I', TOP, *flags, os.path.join(TOP, 'examples', '03_plug_cudnn.cpp')],
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(done.stdout, end='')
     print(f'cudnn_plug: {" ".join(os.path.basename(os.path.dirname(folder)) for folder in folders)}, {"failed" if done.returncode else "0 failed"}')

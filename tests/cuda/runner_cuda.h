@@ -102,7 +102,7 @@ static upipe_status cuda_rank_main(void *user, int rank)
     c.mem = &me->mem;
     c.side_stream = s->test->run.overlap ? &me->side_stream : NULL;
     c.ops = &me->ops;
-    c.team = s->test->nccl ? &me->nccl.comm : grid_team(&s->run.grid, rank);
+    c.team = s->test->nccl ? &me->nccl.comm : upipe_threads_comm(&s->run.grid.world, rank);
     status = run_rank(&c, &s->run, rank, me->grads, s->moved);
     s->run.r->errors[rank] = c.err;
     s->run.r->live[rank] = me->mem.live;
@@ -305,13 +305,14 @@ static upipe_status cuda_block(cuda_case *test, const f32_block *in, run_result 
             if (test->nccl) DEVICE_CHECK(cudaSetDevice(s->opened));
             cuda_rank_open(s, &s->ranks[s->opened], &bytes);
         }
-        status = grid_init(&s->run.grid, ranks, 1, 0, test->run.deadline > 0 ? test->run.deadline : 60, &err);
+        status = grid_apart(&s->run.grid, &(upipe_grid){ranks, ranks, 1, 0},
+                            test->run.deadline > 0 ? test->run.deadline : 60, &err);
         if (status == UPIPE_OK) {
             if (test->nccl) cuda_nccl_open(s, &bytes);
             fake_fail_at(test->fail_at, test->fail_rank, test->fail_sticky);
             status = upipe_threads_run(&s->run.grid.world, cuda_rank_main, s, r->statuses, NULL);
         }
-        grid_free(&s->run.grid);
+        upipe_threads_grid_free(&s->run.grid);
         CHECK_INT(fake_device_peak() - before, bytes);
         for (int i = 0; i < ranks; ++i) moved += s->moved[i];
         if (status == UPIPE_OK) CHECK_INT(moved, sent);

@@ -317,7 +317,7 @@ static upipe_status wait_ended(upipe_ctx *c, upipe_comm *comm)
 }
 
 /* A layer's forward and backward in which the host waits for no device: everything is in the stream's order. NCCL is
- * called once for each transfer (docs/nccl.md): K, V and Q, O; K, V again and dO, delta, Q, dQ; dK, dV. */
+ * called once for each transfer (docs/transports.md): K, V and Q, O; K, V again and dO, delta, Q, dQ; dK, dV. */
 static void run_ahead(graph_rank *me)
 {
     upipe_ctx *c = &me->d.c;

@@ -236,7 +236,7 @@ enum { WINDOW, CU_SEQLENS, SOFTCAP, SINKS, V_DIM, RING_P2P, RING_ALL_GATHER, SEG
 
 typedef struct refusal {
     int what;
-    grid grid;
+    upipe_threads_grid grid;
     upipe_err errors[RUN_MAX];
 } refusal;
 
@@ -266,9 +266,9 @@ static upipe_status refused_body(void *user, int rank)
     upipe_mem_init(&host, buf, BYTES, host_blocks, BLOCKS);
     d->tokens = 16;
     d->ranks = 2;
-    d->rank = grid_team_rank(&f->grid, rank);
-    d->ring = f->grid.rings;
-    d->ring_rank = grid_ring_rank(&f->grid, rank);
+    d->rank = rank % 2;
+    d->ring = f->grid.grid.in_ring;
+    d->ring_rank = rank / 2;
     d->ring_mode = what == RING_P2P          ? UPIPE_RING_P2P
                    : what == RING_ALL_GATHER ? UPIPE_RING_ALL_GATHER
                                              : UPIPE_RING_AUTO;
@@ -287,8 +287,7 @@ static upipe_status refused_body(void *user, int rank)
     segments.segments = 2;
     segments.host = &host;
     dev.c.mem = &mem;
-    dev.c.team = grid_team(&f->grid, rank);
-    dev.c.ring = grid_ring(&f->grid, rank);
+    upipe_threads_grid_use(&f->grid, rank, &dev.c);
     s = upipe_plan_init(&p, d, &dev.c.err);
     l->plan = &p;
     if (s == UPIPE_OK && what == SEGMENTS) s = upipe_fpdt_fwd(&dev.c, &segments, &grads_at_tokens, buf);
@@ -322,13 +321,13 @@ static void test_refusals(void)
         const int rings = f->what == RING_P2P || f->what == RING_ALL_GATHER ? 2 : 1;
         upipe_status statuses[RUN_MAX];
         upipe_err e;
-        CHECK_STATUS(grid_init(&f->grid, 2, rings, 0, 20, &e), UPIPE_OK, e);
+        CHECK_STATUS(grid_apart(&f->grid, &(upipe_grid){2 * rings, 2, rings, 0}, 20, &e), UPIPE_OK, e);
         upipe_threads_run(&f->grid.world, refused_body, f, statuses, NULL);
         for (int rank = 0; rank < 2 * rings; ++rank) {
             CHECK_STATUS(statuses[rank], UPIPE_ERR_UNSUPPORTED, f->errors[rank]);
             CHECK_TEXT(f->errors[rank].text, words[f->what]);
         }
-        grid_free(&f->grid);
+        upipe_threads_grid_free(&f->grid);
         CHECK(fake_check_clean());
     }
     free(f);

@@ -45,7 +45,7 @@ PROGRAMS = [
     'compare',
     '09_cuda',
     '08_nccl',
-     '13_plug_cudnn']
+     '03_plug_cudnn']
 
 
 class Device:

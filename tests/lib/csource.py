@@ -4,7 +4,7 @@ The tree is laid out by clang-format: at file scope a function's braces stand al
 the brace that ends a struct. That is all the C that the tests of structure need to know.
 
     text = code(source)             # comments, strings and characters are blanks; places stay
-    for f in functions(text):       # f.name, f.parameters, f.body, f.start, f.end
+    for f in functions(text):       # f.name, f.start, f.end
         ...
     private(text)                   # {name: offset}: what a header defines that begins with upi_ or UPI_
 """
@@ -12,7 +12,7 @@ the brace that ends a struct. That is all the C that the tests of structure need
 import re
 from collections import namedtuple
 
-Function = namedtuple('Function', 'name parameters body start end')
+Function = namedtuple('Function', 'name start end')
 
 LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.S)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(["<])([^">\n]+)[">]', re.M)
@@ -48,11 +48,6 @@ def line_of(text, offset):
     return text.count('\n', 0, offset) + 1
 
 
-def code_lines(source):
-    """Lines with something other than comments."""
-    return sum(1 for line in without_comments(source).split('\n') if line.strip())
-
-
 def functions(text):
     """Every function that code() of a header defines at file scope."""
     text = DIRECTIVE.sub(lambda found: blank(found.group(0)), text)
@@ -72,18 +67,7 @@ def functions(text):
             continue
         start = max(before.rfind(mark, 0, opening) for mark in ';}{') + 1
         start += len(text[start:opening]) - len(text[start:opening].lstrip())
-        found.append(Function(name.group(0), before[opening + 1:-1], text[brace.end():closing.start()], start,
-                              closing.end()))
-    return found
-
-
-def macros(text):
-    """{name: what it stands for} of every #define."""
-    found = {}
-    for directive in DIRECTIVE.finditer(text):
-        define = re.match(r'\s*#\s*define\s+(\w+)(.*)', directive.group(0), re.S)
-        if define:
-            found[define.group(1)] = found.get(define.group(1), '') + define.group(2)
+        found.append(Function(name.group(0), start, closing.end()))
     return found
 
 

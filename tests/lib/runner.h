@@ -19,7 +19,7 @@
 #include "grid.h"
 #include "oracle_block.h"
 
-enum { RUN_MAX = GRID_MAX, RUN_WEIGHTS = 4, RUN_GRADS = 11 };
+enum { RUN_MAX = 16, RUN_WEIGHTS = 4, RUN_GRADS = 11 };
 
 typedef struct run_case {
     block_shape shape;
@@ -65,7 +65,7 @@ typedef struct run_state {
     const run_case *test;
     const f32_block *in;
     run_result *r;
-    grid grid;
+    upipe_threads_grid grid;
     upipe_ops ops;
     run_own own[RUN_MAX];
     void *weights[RUN_WEIGHTS]; /* wq wk wv wo in the storage type */
@@ -274,10 +274,10 @@ typedef struct run_user {
 } run_user;
 
 /* Ends for the team and the ring too: upipe_threads_run tells the world alone. */
-static inline void run_abort(upipe_ctx *c, grid *g, int rank)
+static inline void run_abort(upipe_ctx *c)
 {
-    upipe_comm_abort(grid_team(g, rank), c->err.text);
-    upipe_comm_abort(grid_ring(g, rank), c->err.text);
+    upipe_comm_abort(c->team, c->err.text);
+    upipe_comm_abort(c->ring, c->err.text);
 }
 
 static inline upipe_status run_body(void *user, int rank)
@@ -298,8 +298,7 @@ static inline upipe_status run_body(void *user, int rank)
     context_pool(&c, &mem, &s->ops, slab_bytes, own->blocks_max);
     mem.guard = s->test->guard;
     mem.user = s->test->guard_user[rank];
-    c.team = grid_team(&s->grid, rank);
-    c.ring = grid_ring(&s->grid, rank);
+    upipe_threads_grid_use(&s->grid, rank, &c);
     if (s->test->overlap) side_begin(&c, &side, s->test->side_stream_inline);
     status = run_rank(&c, s, rank, grads, u->moved);
     if (s->test->overlap) side_end(&side);
@@ -307,12 +306,18 @@ static inline upipe_status run_body(void *user, int rank)
     s->r->live[rank] = mem.live;
     if (status != UPIPE_OK) {
         run_left(&mem, rank, 0);
-        run_abort(&c, &s->grid, rank);
+        run_abort(&c);
         upipe_mem_rewind(&mem, 0);
     }
     if (status == UPIPE_OK) CHECK_INT(mem.live, 0);
     upipe_mem_destroy(&mem, NULL);
     return status;
+}
+
+static inline upipe_grid run_grid(const run_case *test)
+{
+    const int rings = test->ring > 0 ? test->ring : 1;
+    return (upipe_grid){test->ranks * rings, test->ranks, rings, test->ring_first};
 }
 
 /* What a rank is to run. */
@@ -454,9 +459,9 @@ static inline upipe_status run_dry(const run_case *test, const upipe_ops *ops, r
 static inline upipe_status run_block(const run_case *test, const f32_block *in, run_result *r)
 {
     const block_shape *shape = &test->shape;
-    int rings = test->ring > 0 ? test->ring : 1, ranks = test->ranks * rings, i;
+    const upipe_grid g = run_grid(test);
+    int i;
     run_state *s;
-    grid *g;
     run_user u = {0};
     upipe_status status;
     int64_t moved = 0, sent = 0;
@@ -470,16 +475,14 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
             shape->hkv, test->chunk, upipe_dtype_name(shape->dtype), test->overlap ? " overlap" : "",
             test->ring_first ? " ring first" : "");
     u.s = s = (run_state *)zeroed(sizeof *s);
-    g = &s->grid;
     *s = (run_state){.test = test, .in = in, .r = r, .ops = cpu_table()};
     if (test->table != NULL) test->table(&s->ops);
     run_weights(shape, in, s->weights);
-    if (ranks > RUN_MAX) abort();
-    status =
-        grid_init(g, test->ranks, rings, test->ring_first, test->deadline > 0 ? test->deadline : 60, &err);
-    for (i = 0; i < ranks && status == UPIPE_OK; ++i) {
+    if (g.ranks > RUN_MAX) abort();
+    status = grid_apart(&s->grid, &g, test->deadline > 0 ? test->deadline : 60, &err);
+    for (i = 0; i < g.ranks && status == UPIPE_OK; ++i) {
         run_own *own = &s->own[i];
-        upipe_plan_desc d = run_desc(test, grid_team_rank(g, i), grid_ring_rank(g, i));
+        upipe_plan_desc d = run_desc(test, upipe_grid_team(&g, i).rank, upipe_grid_ring(&g, i).rank);
         status = upipe_plan_init(&own->plan, &d, &r->errors[0]);
         if (status != UPIPE_OK) break;
         own->layer = run_layer_with(test, s->weights, in);
@@ -495,15 +498,15 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     r->bytes = s->own[0].bytes;
     r->need = s->own[0].need;
     if (status == UPIPE_OK) {
-        status = upipe_threads_run(&g->world, run_body, &u, r->statuses, NULL);
-        for (i = 0; i < ranks; ++i) moved += u.moved[i];
+        status = upipe_threads_run(&s->grid.world, run_body, &u, r->statuses, NULL);
+        for (i = 0; i < g.ranks; ++i) moved += u.moved[i];
         if (status == UPIPE_OK) CHECK_INT(moved, sent);
         if (!test->expect_failure)
-            for (i = 0; i < ranks; ++i)
+            for (i = 0; i < g.ranks; ++i)
                 CHECK_SAY(r->statuses[i] == UPIPE_OK, "rank %d: %s: %s", i, upipe_status_name(r->statuses[i]),
                           r->errors[i].text);
     }
-    grid_free(g);
+    upipe_threads_grid_free(&s->grid);
     buffers_free(mark);
     return status;
 }

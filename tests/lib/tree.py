@@ -34,15 +34,3 @@ def list_files(top):
                       if name not in ('.git', '__pycache__') and not (folder == top and name.startswith('build'))]
         names += [os.path.relpath(os.path.join(folder, name), top) for name in files]
     return sorted(names)
-
-
-def texts(top):
-    """(name, text) of every file that is no binary; None in place of a text that is not UTF-8."""
-    for name in list_files(top):
-        with open(os.path.join(top, name), 'rb') as source:
-            data = source.read()
-        if b'\0' not in data:
-            try:
-                yield name, data.decode()
-            except UnicodeDecodeError:
-                yield name, None

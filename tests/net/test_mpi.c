@@ -29,29 +29,23 @@ static upipe_comm *world_comm(upipe_threads *world, int rank)
     return over_mpi != NULL ? over_mpi : upipe_threads_comm(world, rank);
 }
 
-static upipe_comm *team_comm(grid *g, int rank)
+static void grid_use(upipe_threads_grid *g, int rank, upipe_ctx *c)
 {
-    return over_mpi != NULL ? team_mpi : grid_team(g, rank);
-}
-
-static upipe_comm *ring_comm(grid *g, int rank)
-{
-    return over_mpi != NULL ? ring_mpi : grid_ring(g, rank);
+    upipe_threads_grid_use(g, rank, c);
+    if (over_mpi != NULL) c->team = team_mpi, c->ring = ring_mpi;
 }
 
 static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
                               upipe_status *statuses, upipe_err *e);
-#define upipe_threads_comm world_comm
-#define upipe_threads_run  world_run
-#define grid_team          team_comm
-#define grid_ring          ring_comm
+#define upipe_threads_comm     world_comm
+#define upipe_threads_run      world_run
+#define upipe_threads_grid_use grid_use
 #include "../lib/runner.h"
 #include "../lib/transfers.h"
 #include "../lib/close.h"
 #undef upipe_threads_comm
 #undef upipe_threads_run
-#undef grid_team
-#undef grid_ring
+#undef upipe_threads_grid_use
 
 static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
                               upipe_status *statuses, upipe_err *e)

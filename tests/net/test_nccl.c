@@ -457,7 +457,7 @@ static void check_says(const char *path, const char *want)
     CHECK_SAY(strstr(text, want) != NULL, "%s does not say \"%s\"", path, want);
 }
 
-/* What init allocates, and the pages that say so: the header, then nccl.md. */
+/* What init allocates, and the pages that say so: the header, then transports.md. */
 static void test_bytes(int pages, char **page)
 {
     enum { TEAM = 3 };

@@ -36,25 +36,20 @@ static upipe_comm *world_comm(upipe_threads *world, int rank)
     return world_tcp != NULL ? &world_tcp[rank].comm : upipe_threads_comm(world, rank);
 }
 
-static upipe_comm *team_comm(grid *g, int rank)
+static void grid_use(upipe_threads_grid *g, int rank, upipe_ctx *c)
 {
-    return world_tcp != NULL ? &(ring_tcp != NULL ? team_tcp : world_tcp)[rank].comm : grid_team(g, rank);
+    upipe_threads_grid_use(g, rank, c);
+    if (world_tcp != NULL) c->team = &(ring_tcp != NULL ? team_tcp : world_tcp)[rank].comm;
+    if (ring_tcp != NULL) c->ring = &ring_tcp[rank].comm;
 }
 
-static upipe_comm *ring_comm(grid *g, int rank)
-{
-    return ring_tcp != NULL ? &ring_tcp[rank].comm : grid_ring(g, rank);
-}
-
-#define upipe_threads_comm world_comm
-#define grid_team          team_comm
-#define grid_ring          ring_comm
+#define upipe_threads_comm     world_comm
+#define upipe_threads_grid_use grid_use
 #include "../lib/runner.h"
 #include "../lib/transfers.h"
 #include "../lib/close.h"
 #undef upipe_threads_comm
-#undef grid_team
-#undef grid_ring
+#undef upipe_threads_grid_use
 
 /* ---- sockets ---- */
 

@@ -1,16 +1,17 @@
-/* 15_own_kernel.c -- Megatron's tensors, and an attention kernel of the trainer's own between the all-to-alls
+/* 02_all_to_all.c -- tokens traded for heads and back, with the trainer's own attention kernel between, in Megatron's tensors
  *
- *     cc -O2 -march=native -I . examples/15_own_kernel.c -lm -pthread && ./a.out
+ *     cc -O2 -march=native -I . examples/02_all_to_all.c -lm -pthread && ./a.out
  *
  * Q, K and V come out of one projection as [tokens][batch][heads][3][dim]. A stage packs, sends and attends one head a
- * rank, and sends O back. The kernel sees [S][3][dim], one head of all tokens, as cuDNN and FlashAttention take it.
+ * rank, and sends O back. The kernel sees [S][3][dim], one head of all tokens, as cuDNN and FlashAttention take it. The
+ * library's own attention of the same tensors, forward and backward, must agree.
  */
-#include "upipe/net/upipe_net_threads.h"
+#include "upipe/net/upipe_net_threads_session.h"
 #include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe.h"
 
 enum { RANKS = 4, SEQ = 48, BATCH = 2, HEADS = 8, DIM = 32, ROWS = SEQ / RANKS, STAGES = HEADS / RANKS };
-enum { OUT = ROWS * BATCH * HEADS * DIM, QKV = 3 * OUT, SLAB = 1 << 20 };
+enum { OUT = ROWS * BATCH * HEADS * DIM, QKV = 3 * OUT };
 
 /* What the trainer's kernel takes and leaves of one head: of a sequence and stage, on a rank. */
 typedef struct one_head {
@@ -19,17 +20,13 @@ typedef struct one_head {
 
 /* in: the projection, and the gradient of O. own, lib: its gradient, and O, by the trainer's kernel and the library. */
 typedef struct rank_data {
-    upipe_plan plan;
     struct {
         float qkv[QKV], out[OUT];
     } in, own, lib;
     one_head heads[STAGES]; /* kept for the backward; a trainer may send Q, K and V again instead */
+    int first[STAGES];      /* which heads these are, of the last sequence */
+    int64_t sent;           /* bytes of a sequence's forward and backward */
 } rank_data;
-
-static upipe_threads team;
-static upipe_ops ops;
-static rank_data ranks[RANKS];
-static _Alignas(UPIPE_MEM_ALIGN) char slabs[RANKS][SLAB]; /* upipe_dry_qkv says the size to the byte */
 
 /* The trainer's kernel: causal attention of one head, in loops that anyone may read. */
 static float dot(const float *a, const float *b)
@@ -88,66 +85,68 @@ static upipe_status to_tokens(upipe_ctx *c, const upipe_plan *p, int stage, upip
 }
 
 /* Forward and backward of one sequence with the trainer's kernel. */
-static upipe_status own_kernel(upipe_ctx *c, rank_data *r, int b)
+static upipe_status own_kernel(upipe_ctx *c, const upipe_plan *p, rank_data *r, int b)
 {
-    for (int i = 0; i < r->plan.stages; ++i) {
-        UPIPE_TRY(to_heads(c, &r->plan, i, r->heads[i].qkv, sequence(r->in.qkv, b, 3 * DIM)));
+    for (int i = 0; i < p->stages; ++i) {
+        UPIPE_TRY(to_heads(c, p, i, r->heads[i].qkv, sequence(r->in.qkv, b, 3 * DIM)));
         attend(&r->heads[i]);
-        UPIPE_TRY(to_tokens(c, &r->plan, i, sequence(r->own.out, b, DIM), r->heads[i].o));
+        UPIPE_TRY(to_tokens(c, p, i, sequence(r->own.out, b, DIM), r->heads[i].o));
     }
-    for (int i = 0; i < r->plan.stages; ++i) {
-        UPIPE_TRY(to_heads(c, &r->plan, i, r->heads[i].dout, sequence(r->in.out, b, DIM)));
+    for (int i = 0; i < p->stages; ++i) {
+        UPIPE_TRY(to_heads(c, p, i, r->heads[i].dout, sequence(r->in.out, b, DIM)));
         attend_bwd(&r->heads[i]);
-        UPIPE_TRY(to_tokens(c, &r->plan, i, sequence(r->own.qkv, b, 3 * DIM), r->heads[i].dqkv));
+        UPIPE_TRY(to_tokens(c, p, i, sequence(r->own.qkv, b, 3 * DIM), r->heads[i].dqkv));
     }
     return UPIPE_OK;
 }
 
-static upipe_status library(upipe_ctx *c, rank_data *r, int b)
+static upipe_status library(upipe_session *h, rank_data *r, int b)
 {
-    upipe_qkv call = {0}, a, d;
-    upipe_qkv_grads g;
+    /* views: nothing is copied */
+    const upipe_qkv a = upipe_qkv_sbh3d(&h->call, r->in.qkv, r->lib.out, UPIPE_F32, BATCH, b);
+    const upipe_qkv d = upipe_qkv_sbh3d(&h->call, r->lib.qkv, r->in.out, UPIPE_F32, BATCH, b);
+    const upipe_qkv_grads g = upipe_qkv_grads_of(&d);
     upipe_saved saved;
-    call.plan = &r->plan, call.mask.causal = 1;
-    a = upipe_qkv_sbh3d(&call, r->in.qkv, r->lib.out, UPIPE_F32, BATCH, b); /* views: nothing is copied */
-    d = upipe_qkv_sbh3d(&call, r->lib.qkv, r->in.out, UPIPE_F32, BATCH, b);
-    g = upipe_qkv_grads_of(&d);
-    UPIPE_TRY(upipe_qkv_fwd(c, &a, &saved));
-    return upipe_qkv_bwd(c, &a, &g, &saved);
+    UPIPE_TRY(upipe_qkv_fwd(&h->ctx, &a, &saved));
+    return upipe_qkv_bwd(&h->ctx, &a, &g, &saved);
 }
 
-static upipe_status rank_main(void *user, int rank)
+static upipe_status rank_main(void *user, upipe_session *h)
 {
+    const int rank = h->ctx.team->rank;
     rank_data *r = (rank_data *)user + rank;
     float *in = (float *)&r->in, *own = (float *)&r->own, *lib = (float *)&r->lib;
-    upipe_mem_block blocks[64];
-    upipe_mem mem;
-    upipe_plan_desc d = {0};
-    upipe_ctx c = {0};
-    upipe_status s;
-    upipe_mem_init(&mem, slabs[rank], SLAB, blocks, 64);
-    c.ops = &ops, c.mem = &mem, c.team = upipe_threads_comm(&team, rank);
-    d.tokens = SEQ, d.ranks = RANKS, d.rank = rank, d.heads = HEADS, d.head_dim = DIM; /* and batch 1 */
-    s = upipe_plan_init(&r->plan, &d, &c.err);
     for (int i = 0; i < QKV + OUT; ++i) in[i] = (float)((rank + i) * 53 % 89 - 44) / 40;
-    for (int b = 0; b < BATCH && s == UPIPE_OK; ++b) {
-        s = own_kernel(&c, r, b);
-        if (s == UPIPE_OK) s = library(&c, r, b);
+    for (int b = 0; b < BATCH; ++b) {
+        r->sent = -h->ctx.team->sent_bytes;
+        UPIPE_TRY(own_kernel(&h->ctx, &h->plan, r, b));
+        r->sent += h->ctx.team->sent_bytes;
+        UPIPE_TRY(library(h, r, b));
     }
-    for (int i = 0; i < QKV + OUT && s == UPIPE_OK; ++i)
+    for (int i = 0; i < STAGES; ++i) r->first[i] = upipe_plan_q(&h->plan, i, rank).first;
+    for (int i = 0; i < QKV + OUT; ++i)
         if (!(fabsf(own[i] - lib[i]) < 1e-5f)) /* nor is a NaN */
-            s = upipe_fail(&c.err, UPIPE_ERR_MISMATCH, "%g is not %g", (double)own[i], (double)lib[i]);
-    if (s != UPIPE_OK) upipe_comm_abort(c.team, c.err.text);
-    return s;
+            return upipe_fail(&h->ctx.err, UPIPE_ERR_MISMATCH, "%g is not %g", (double)own[i],
+                              (double)lib[i]);
+    return UPIPE_OK;
 }
 
 int main(void)
 {
+    static rank_data ranks[RANKS];
+    upipe_session_desc desc = {0};
+    upipe_ops ops;
     upipe_err err;
+    desc.plan.tokens = SEQ, desc.plan.ranks = RANKS; /* and batch 1: a call a sequence */
+    desc.plan.heads = HEADS, desc.plan.head_dim = DIM;
+    desc.call.mask.causal = 1, desc.layers = 1, desc.user = ranks;
     upipe_cpu_ops(&ops);
-    if (upipe_threads_init(&team, RANKS, 0, &err) || upipe_threads_run(&team, rank_main, ranks, NULL, &err))
-        return fprintf(stderr, "%s\n", err.text), 1;
-    upipe_threads_free(&team);
-    printf("%d stages: the trainer's kernel and the library agree within 1e-5\n", ranks[0].plan.stages);
+    if (upipe_threads_sessions(&desc, &ops, 0, rank_main, &err)) return fprintf(stderr, "%s\n", err.text), 1;
+    for (int r = 0; r < RANKS; ++r) {
+        printf("rank %d has %d tokens of all heads; it attends all tokens of heads", r, ROWS);
+        for (int i = 0; i < STAGES; ++i) printf(" %d", ranks[r].first[i]);
+        printf(", and sends %lld bytes a sequence\n", (long long)ranks[r].sent);
+    }
+    printf("the trainer's kernel and the library agree within 1e-5\n");
     return fflush(stdout) != 0;
 }

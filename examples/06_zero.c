@@ -1,6 +1,6 @@
-/* 14_zero.c -- a model's states sharded over four ranks: the same weights in every stage of ZeRO, with fewer bytes
+/* 06_zero.c -- a model's states sharded over four ranks: the same weights in every stage of ZeRO, with fewer bytes
  *
- *     cc -O2 -march=native -I . examples/14_zero.c -lm -pthread && ./a.out
+ *     cc -O2 -march=native -I . examples/06_zero.c -lm -pthread && ./a.out
  *
  * The model is a row of units of weights w. Each rank has targets t of its own, and the loss is the sum over ranks of
  * |w - t|^2 / 2: so a rank's gradient is w - t. A unit's weights are there between begin and end alone, and so are its
@@ -35,20 +35,19 @@ static float target(int64_t i, int rank)
 /* Forward and backward of all units, then AdamW of what this rank has states of. */
 static upipe_status step(upipe_ctx *c, upipe_zero *z, float *m, float *v, int number)
 {
-    int unit;
     UPIPE_TRY(upipe_zero_grads_clear(c, z));
-    for (unit = 0; unit < UNITS; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
+        const int64_t n = first[unit + 1] - first[unit];
         const void *w;
         float *g;
-        int64_t i, n = first[unit + 1] - first[unit];
         UPIPE_TRY(upipe_zero_weights_begin(c, z, unit, &w));
         UPIPE_TRY(upipe_zero_grads_begin(c, z, unit, &g));
-        for (i = 0; i < n; ++i) g[i] += ((const float *)w)[i] - target(first[unit] + i, z->rank);
+        for (int64_t i = 0; i < n; ++i) g[i] += ((const float *)w)[i] - target(first[unit] + i, z->rank);
         UPIPE_TRY(upipe_zero_weights_end(c, z, w));
         UPIPE_TRY(upipe_zero_grads_end(c, z, unit, g));
     }
     UPIPE_TRY(upipe_zero_grads_sum(c, z));
-    for (unit = 0; unit < UNITS; ++unit) {
+    for (int unit = 0; unit < UNITS; ++unit) {
         const upipe_zero_part p = upipe_zero_part_of(z, UPIPE_ZERO_STATES, unit);
         upipe_adamw a = {0};
         a.w = (float *)z->weights + (upipe_zero_sharded(z, UPIPE_ZERO_WEIGHTS) ? p.at : p.first);
@@ -60,32 +59,34 @@ static upipe_status step(upipe_ctx *c, upipe_zero *z, float *m, float *v, int nu
     return upipe_zero_weights_gather(c, z);
 }
 
+/* What a rank holds of one kind, in f32, as zeros. */
+static upipe_status hold(upipe_ctx *c, const upipe_zero *z, upipe_zero_what kind, upipe_use use, void **data)
+{
+    const size_t bytes = (size_t)upipe_zero_held(z, kind) * 4;
+    UPIPE_TRY(upipe_alloc(c, data, bytes, use, "held"));
+    return c->ops->zero(c, *data, bytes);
+}
+
 static upipe_status rank_life(upipe_ctx *c, upipe_zero *z, shared *all)
 {
-    void *grads, *states[2];
-    int64_t count = upipe_zero_held(z, UPIPE_ZERO_STATES);
-    int i, unit;
+    void *grads, *m, *v;
     UPIPE_TRY(upipe_zero_check(c, z));
-    UPIPE_TRY(upipe_alloc(c, &z->weights, (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * 4,
-                          UPIPE_USE_WEIGHTS, "weights"));
-    UPIPE_TRY(upipe_alloc(c, &grads, (size_t)upipe_zero_held(z, UPIPE_ZERO_GRADS) * 4, UPIPE_USE_WEIGHT_GRAD,
-                          "gradients"));
+    UPIPE_TRY(hold(c, z, UPIPE_ZERO_WEIGHTS, UPIPE_USE_WEIGHTS, &z->weights));
+    UPIPE_TRY(hold(c, z, UPIPE_ZERO_GRADS, UPIPE_USE_WEIGHT_GRAD, &grads));
+    UPIPE_TRY(hold(c, z, UPIPE_ZERO_STATES, UPIPE_USE_STATES, &m));
+    UPIPE_TRY(hold(c, z, UPIPE_ZERO_STATES, UPIPE_USE_STATES, &v));
     z->grads = (float *)grads;
-    for (i = 0; i < 2; ++i) {
-        UPIPE_TRY(upipe_alloc(c, &states[i], (size_t)count * 4, UPIPE_USE_STATES, "moments"));
-        UPIPE_TRY(c->ops->zero(c, states[i], (size_t)count * 4));
-    }
     all->held[z->rank] = c->mem->live;
-    UPIPE_TRY(c->ops->zero(c, z->weights, (size_t)upipe_zero_held(z, UPIPE_ZERO_WEIGHTS) * 4));
-    for (i = 1; i <= STEPS; ++i) UPIPE_TRY(step(c, z, (float *)states[0], (float *)states[1], i));
-    for (unit = 0; unit < UNITS; ++unit) { /* each rank shows its own slices */
+    for (int i = 1; i <= STEPS; ++i) UPIPE_TRY(step(c, z, (float *)m, (float *)v, i));
+    for (int unit = 0; unit < UNITS; ++unit) { /* each rank shows its own slices */
         const upipe_zero_part p = upipe_zero_slice(z, unit);
         UPIPE_TRY(c->ops->copy(c, all->weights + p.first, upipe_zero_owned(z, UPIPE_ZERO_WEIGHTS, unit),
                                (size_t)p.n * 4));
     }
     all->peak[z->rank] = c->mem->peak;
     all->sent[z->rank] = z->world->sent_bytes;
-    for (i = 0; i < 2; ++i) UPIPE_TRY(upipe_free(c, states[i]));
+    UPIPE_TRY(upipe_free(c, v));
+    UPIPE_TRY(upipe_free(c, m));
     UPIPE_TRY(upipe_free(c, grads));
     return upipe_free(c, z->weights);
 }
@@ -94,19 +95,15 @@ static upipe_status rank_main(void *user, int rank)
 {
     shared *all = (shared *)user;
     upipe_mem_block blocks[BLOCKS];
-    void *slab = aligned_alloc(64, SLAB);
+    void *slab = aligned_alloc(UPIPE_MEM_ALIGN, SLAB);
     upipe_mem mem;
-    upipe_zero z;
-    upipe_ctx c;
+    upipe_zero z = {0};
+    upipe_ctx c = {0};
     upipe_status s;
-    memset(&c, 0, sizeof c);
-    memset(&z, 0, sizeof z);
     upipe_mem_init(&mem, slab, slab != NULL ? SLAB : 0, blocks, BLOCKS);
-    c.ops = &all->ops;
-    c.mem = &mem;
+    c.ops = &all->ops, c.mem = &mem;
     c.team = z.world = upipe_threads_comm(&all->world, rank);
-    z.rank = rank, z.ranks = RANKS, z.stage = all->stage;
-    z.first = first, z.units = UNITS;
+    z.rank = rank, z.ranks = RANKS, z.stage = all->stage, z.first = first, z.units = UNITS;
     z.strip = 1024; /* bytes to a rank at a time: the default is some MiB */
     s = rank_life(&c, &z, all);
     if (s != UPIPE_OK) upipe_comm_abort(c.team, c.err.text);
@@ -118,8 +115,8 @@ static upipe_status rank_main(void *user, int rank)
 int main(void)
 {
     static shared all[UPIPE_ZERO_STAGES];
-    int stage, same = 1;
-    for (stage = 0; stage < UPIPE_ZERO_STAGES; ++stage) {
+    int same = 1;
+    for (int stage = 0; stage < UPIPE_ZERO_STAGES; ++stage) {
         shared *a = &all[stage];
         upipe_err err;
         upipe_status s = upipe_threads_init(&a->world, RANKS, 60, &err);

@@ -1,6 +1,6 @@
-/* 13_plug_cudnn.cpp -- cuDNN's attention, forward and backward, in the table: bf16, full or causal, without older results
+/* 03_plug_cudnn.cpp -- cuDNN's attention, forward and backward, in the table: bf16, full or causal, without older results
  *
- *     nvcc -O3 -std=c++17 -arch=sm_90a -DCUDNN_FRONTEND_SKIP_JSON_LIB -I . -I$FRONTEND examples/13_plug_cudnn.cpp \
+ *     nvcc -O3 -std=c++17 -arch=sm_90a -DCUDNN_FRONTEND_SKIP_JSON_LIB -I . -I$FRONTEND examples/03_plug_cudnn.cpp \
  *         examples/09_cuda.cu -lcudnn -lnvrtc -lcublas && ./a.out
  *
  * FRONTEND: the folder include of cuDNN's header library cudnn-frontend (pip install nvidia-cudnn-frontend). Before
