@@ -4,7 +4,8 @@
 Compiles examples/compare and runs it: forward and backward of one causal block with RoPE, on ranks that are threads.
 A run has Ulysses (U = H) and UPipe with one U in one process, over the same data; each round has a run for U = C, 2C,
 ... below H, with the two methods in the opposite order every other round. In every run their results must have the bits
-that their plans promise, and bytes held and sent must be the planned ones.
+that their plans promise, and bytes held and sent must be the planned ones. Before, both are held to a reference in
+double precision at a small size.
 
 Prints the paper's runtime table (tab:runtime, Appendix C) and ratios to Ulysses over U and S, and draws the paper's
 ablation (fig:chunk_size: U against time and memory). Where ranks outnumber cores, wall clock is the sum of their work;
@@ -108,12 +109,23 @@ class Block(common.Benchmark):
             self.program = methods.program(self.options, 'compare_blas', '-DUPIPE_WITH_CBLAS', '-lopenblas')
         else:
             self.program = methods.program(self.options)
-        return {'products': self.options.products}
+        common.log('validating against double precision')
+        errors = {}
+        for shape in self.options.shapes:
+            for name, method in self.compare(*shape, shape[0], methods.VALIDATED, 'on')[1].items():
+                errors[name] = max(methods.worst_error(method), errors.get(name, 0))
+        return {'products': self.options.products, 'errors': errors}
 
     def cases(self):
         for shape in self.options.shapes:
             for tokens in self.options.tokens or [n for n in TOKENS if n <= SHAPES.get(shape, n)]:
                 yield f'C = {shape[0]}, {shape[1]}/{shape[2]} heads, {tokens} tokens', *shape, tokens
+
+    def compare(self, ranks, heads, kv_heads, chunk, tokens, check, order=1):
+        """Both methods, or in the opposite order (-1)."""
+        return methods.compare(self.program, list(NAMES)[::order], ranks=ranks, heads=heads, kv_heads=kv_heads,
+                               head_dim=HEAD_DIM, chunk=chunk, tokens=tokens, dtype=self.options.dtype, rope=True,
+                               check=check)
 
     def run(self, ranks, heads, kv_heads, tokens):
         chunks = [ranks * 2**i for i in range(heads) if ranks * 2**i < heads and heads % (ranks * 2**i) == 0]
@@ -122,10 +134,7 @@ class Block(common.Benchmark):
         rounds = {chunk: [] for chunk in chunks}
         for turn in range(self.options.rounds or ROUNDS.get(tokens, max(ROUNDS.values()))):
             for chunk in chunks:
-                config, figures = methods.compare(
-                    self.program, list(NAMES)[::1 if turn % 2 == 0 else -1], ranks=ranks, heads=heads,
-                    kv_heads=kv_heads, head_dim=HEAD_DIM, chunk=chunk, tokens=tokens, dtype=self.options.dtype,
-                    rope=True, check='off')
+                config, figures = self.compare(ranks, heads, kv_heads, chunk, tokens, 'off', 1 if turn % 2 == 0 else -1)
                 rounds[chunk].append(figures)
         ulysses = [one['ulysses'] for of in rounds.values() for one in of]
         yield self.line(config, ulysses, ulysses)
