@@ -28,10 +28,11 @@ FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gf
 MASK_FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gflops', 'peak_gflops',
                'seconds_per_token', 'ratio', 'ratio_range', 'round_s', 'base_round_s'}
 MASKS = {'packed': 'sequences', 'window': 'window', 'softcap': 'softcap'}  # and the field that each adds
-METHOD_FIELDS = {'op', 'method', 'head_dim', 'dtype', 'causal', 'heads', 'kv_heads', 'model_dim', 'ranks', 'ring', 'segments', 'chunk',
-                 'tokens', 'products', 'stages', 'layout', 'ring_mode', 'unit_bytes', 'peak_bytes', 'plan_bytes', 'host_bytes',
-                 'sent_bytes', 'forward_s', 'backward_s', 'total_s', 'round_s', 'cpu_s'}
-BLOCK_FIELDS = METHOD_FIELDS | {'total_s_range', 'rounds', 'ratio_to_ulysses', 'ratio_to_ulysses_range', 'cpu_ratio_to_ulysses'}
+METHOD_FIELDS = {'op', 'method', 'head_dim', 'dtype', 'causal', 'heads', 'kv_heads', 'model_dim', 'ranks', 'ring',
+                 'segments', 'chunk', 'tokens', 'products', 'stages', 'layout', 'ring_mode', 'unit_bytes', 'peak_bytes',
+                 'plan_bytes', 'host_bytes', 'sent_bytes', 'forward_s', 'backward_s', 'total_s', 'round_s', 'cpu_s'}
+BLOCK_FIELDS = METHOD_FIELDS | {'total_s_range', 'rounds', 'ratio_to_ulysses', 'ratio_to_ulysses_range',
+                                'cpu_ratio_to_ulysses'}
 PARTS = {'transfer', 'attn_fwd', 'attn_bwd', 'products', 'all'}
 BLOCK_METHODS = [('ulysses', 16), ('upipe', 4), ('upipe', 8)]
 # Methods, and the ways on which they send something.
@@ -56,7 +57,8 @@ def check_usage(folder):
         ('attn --peers none --json nosuch/x.json', 'cannot be written'), ('masks --kinds nothing', 'nothing'),
         ('masks --threads 0', 'positive'), ('block --shapes 4x16', '4x16 is not like'), ('block --rounds 0', 'positive'),
         ('block --products nothing', 'nothing'), ('methods --methods nobody', 'nobody'), ('methods --tokens 512,512', 'twice'),
-        ('methods --rounds 0', 'positive'), ('ops --threads 0', 'positive'), ('gemm --peers nobody', 'nobody'), ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
+        ('methods --rounds 0', 'positive'), ('ops --threads 0', 'positive'), ('gemm --peers nobody', 'nobody'),
+        ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
         ('linear --cpu-time --threads 2 --peers none', '--threads 1'), ('states --tokens 5000 --peers none', 'power of two'),
     ]:
         run([*RUN, *words.split()], 2, says)
@@ -142,7 +144,8 @@ def check_methods(folder):
 def check_block(folder):
     path = 'block.json'
     table, header, *cases = short_run(path, 'block', '--quick')
-    check(header.get('products') == 'built-in' and 0 < max(header['errors'].values()) < 1e-5, f'block: the header has {header}')
+    check(header.get('products') == 'built-in' and 0 < max(header['errors'].values()) < 1e-5,
+          f'block: the header has {header}')
     check([(case['tokens'], case['method'], case['chunk']) for case in cases] ==
           [(tokens, *method) for tokens in (512, 1024) for method in BLOCK_METHODS], 'block: other cases')
     for case in cases:
@@ -206,7 +209,8 @@ def check_gemm(folder):
     check([(case['shape'], case['dtype']) for case in cases] ==
           [(shape, dtype) for shape in ('qkv_nt', 'dx_nn', 'dw_tn') for dtype in ('f32', 'bf16')], 'gemm: other cases')
     for case in cases:
-        check(min(case['gflops'], case['peak_gflops'], *case['round_s']) > 0 and len(case['round_s']) == 3, f'rates: {case}')
+        check(min(case['gflops'], case['peak_gflops'], *case['round_s']) > 0 and len(case['round_s']) == 3,
+              f'rates: {case}')
     check(table.count('\n| dw_tn |') == 2, 'gemm: the table lacks rows')
     check_apart(path, len(cases))
 
