@@ -132,7 +132,8 @@ class Block(common.Benchmark):
         if not chunks:
             common.fail(f'{heads} heads on {ranks} ranks have no U below H')
         rounds = {chunk: [] for chunk in chunks}
-        for turn in range(self.options.rounds or ROUNDS.get(tokens, max(ROUNDS.values()))):
+        most = ROUNDS.get(tokens, max(ROUNDS.values()) if tokens < TOKENS[0] else min(ROUNDS.values()))
+        for turn in range(self.options.rounds or most):
             for chunk in chunks:
                 config, figures = self.compare(ranks, heads, kv_heads, chunk, tokens, 'off', 1 if turn % 2 == 0 else -1)
                 rounds[chunk].append(figures)
