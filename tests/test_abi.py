@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""test_abi.py LIBRARY TOP [MPIRUN] -- the C ABI (examples/abi) from Python: several ranks against plain loops in double precision
+"""test_abi.py LIBRARY TOP [MPIRUN] -- the C ABI (examples/abi) from Python: several ranks against attention in double precision
 
 Gradients are compared with the formula, with options drawn at random too, and O and all gradients of every team and chunk with
 those of one rank: O and dQ have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that
-are threads, and tensors in which Q, K and V lie together those of separate ones. Nothing but Python's own library is used. With
-MPIRUN, and a library that has MPI, each rank is one of its processes.
+are threads, and tensors in which Q, K and V lie together those of separate ones. With MPIRUN,
+and a library that has MPI, each rank is one of its processes.
 """
 
 import ctypes
-import itertools
 import math
 import mmap
 import os
@@ -23,8 +22,15 @@ import threading
 import time
 
 sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
-from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
-from checks import check, draws, end, needed, run_test  # pylint: disable=wrong-import-position
+from bindings import draw_call, wrong_borders  # pylint: disable=wrong-import-position
+from checks import check, draws, end, needed, other_python, run_test  # pylint: disable=wrong-import-position
+
+try:
+    import numpy as np
+except ImportError:
+    other_python()
+    sys.exit('test_abi.py: no NumPy here to check results with: install python3-numpy')
+from attention import attend, attend_bwd, visible  # pylint: disable=wrong-import-position
 
 TOKENS, HEADS, KV, DIM = 13, 4, 2, 32
 SIZES = {'tokens': TOKENS, 'heads': HEADS, 'kv_heads': KV, 'head_dim': DIM, 'causal': 1, 'layers': 2}
@@ -34,36 +40,16 @@ def floats(values):
     return (ctypes.c_float * len(values))(*values)
 
 
-def oracle(q, k, v, dout, borders=(), **more):
-    """O, dQ, dK, dV of attention in f64, of a handle of SIZES and `more`; flat lists [batch][tokens][heads][head_dim]. borders: of
-    packed sequences."""
+def oracle(*tensors, borders=(), **more):
+    """O, dQ, dK, dV in f64 of q, k, v and dout, of a handle of SIZES and `more`; flat lists [batch][tokens][heads][head_dim].
+    borders: of packed sequences."""
     desc = {**SIZES, **more}
-    tokens, heads, kv_heads, dim, cap = (desc.get(name, 0) for name in ('tokens', 'heads', 'kv_heads', 'head_dim', 'softcap'))
-    scale = desc.get('scale') or 1 / math.sqrt(dim)
-    o, dq = [0.0] * len(q), [0.0] * len(q)
-    dk, dv = [0.0] * len(k), [0.0] * len(v)
-    for b, i, h in itertools.product(range(desc.get('batch', 1)), range(tokens), range(heads)):
-        at = ((b * tokens + i) * heads + h) * dim
-        keys = [((b * tokens + j) * kv_heads + h // (heads // kv_heads)) * dim for j in range(tokens) if sees(desc, borders, b, i, j)]
-        scores = [scale * dot(q, at, k, key, dim) for key in keys]
-        slopes = [1 - math.tanh(s / cap)**2 if cap else 1.0 for s in scores]
-        scores = [cap * math.tanh(s / cap) if cap else s for s in scores]
-        weights = [math.exp(s - max(scores)) for s in scores]
-        weights = [w / sum(weights) for w in weights]
-        for c in range(dim):
-            o[at + c] = sum(w * v[key + c] for w, key in zip(weights, keys))
-        delta = dot(dout, at, o, at, dim)
-        for w, key, capped in zip(weights, keys, slopes):
-            slope = capped * scale * w * (dot(dout, at, v, key, dim) - delta)
-            for c in range(dim):
-                dv[key + c] += w * dout[at + c]
-                dk[key + c] += slope * q[at + c]
-                dq[at + c] += slope * k[key + c]
-    return o, dq, dk, dv
-
-
-def dot(x, at, y, to, dim):
-    return sum(a * b for a, b in zip(x[at:at + dim], y[to:to + dim]))
+    batch, tokens, dim = desc.get('batch', 1), desc['tokens'], desc['head_dim']
+    scale = desc.get('scale') or dim**-0.5
+    q, k, v, dout = (np.array(t).reshape(batch, tokens, -1, dim).swapaxes(1, 2) for t in tensors)
+    sees = visible(batch, tokens, desc['causal'], desc.get('window'), borders)[:, None]
+    kept = attend(q, k, v, scale, sees, desc.get('softcap'))
+    return [t.swapaxes(1, 2).ravel().tolist() for t in (kept[0], *attend_bwd(q, k, v, dout, scale, kept)[:3])]
 
 
 def run(abi, library, ranks, chunk, layers, borders=(), **more):
@@ -423,7 +409,7 @@ def drawn(abi, library):
 
         u.run(body)
         u.close()
-        for name, t, want in zip(('o', 'dq', 'dk', 'dv'), got, oracle(*tensors, borders, **desc)):
+        for name, t, want in zip(('o', 'dq', 'dk', 'dv'), got, oracle(*tensors, borders=borders, **desc)):
             off, most = max(map(abs, map(float.__sub__, t, want))), max(1, *map(abs, want))
             check(off <= most * (1 / 64 if desc['dtype'] else 5e-6), f'{desc}, borders {borders}: {name} is off by {off:.3g} of {most:.3g}')
 
@@ -570,7 +556,7 @@ def kept_elsewhere(abi, library, layer):
 def masked(abi, library, layer):
     """A soft-cap, packed sequences, and bf16: against the oracle on the same numbers."""
     for softcap, borders in (2.0, ()), (0.0, (0, 5, 6, TOKENS)), (2.0, (0, 5, 6, TOKENS)):
-        want = oracle(*layer, borders, softcap=softcap)
+        want = oracle(*layer, borders=borders, softcap=softcap)
         for ranks in 1, 3:
             got = run(abi, library, ranks, 0, [layer], borders, softcap=softcap)[0]
             off = max(abs(a - b) for t, w in zip(got, want) for a, b in zip(t, w, strict=True))

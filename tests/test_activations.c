@@ -33,30 +33,56 @@ static const llama_config llama = {.layers = 32,
                                    .rope_theta = 500000,
                                    .norm_eps = 1e-5};
 
-/* Of the largest rank. chunk 0: UPipe; = heads: Ulysses */
-static slope slope_of(const llama_config *config, int ranks, int chunk, int segments,
-                      activations_setting kept, int prefetch, const upipe_ops *ops)
+static activations_setting kept_of(int kind, int64_t k, int grad)
 {
-    enum { TOKENS = 1 << 20, LARGE = 5 };
+    activations_setting a;
+    a.kind = kind;
+    a.k = k;
+    a.grad = grad;
+    return a;
+}
+
+/* A training in bf16, everything sharded, of one replica and one sequence. */
+static setting setting_for(const llama_layout *layout, int method, int ranks, int64_t tokens,
+                           activations_setting kept)
+{
+    setting s = {.layout = layout, .replicas = 1, .batch = 1, .accumulate = 1, .dtype = UPIPE_BF16};
+    s.how.method = method;
+    s.how.ranks = ranks;
+    CHECK(method_resolve(&s.how, 1) == 0);
+    s.tokens = tokens;
+    s.activations = kept;
+    s.zero = 3;
+    return s;
+}
+
+static memory_plan planned(model *m, const setting *s, int rank, const upipe_ops *ops)
+{
+    memory_plan plan = {0};
+    upipe_err e;
+    CHECK_STATUS(setting_model(m, s, rank, &e), UPIPE_OK, e);
+    CHECK_STATUS(memory_plan_make(&plan, m, ops, NULL, NULL, &e), UPIPE_OK, e);
+    return plan;
+}
+
+/* Of the largest rank of eight. segments: 0 for the whole sequence at once */
+static slope slope_of(const llama_config *config, int method, int segments, activations_setting kept,
+                      int prefetch, const upipe_ops *ops)
+{
+    enum { RANKS = 8, TOKENS = 1 << 20, LARGE = 5 };
     memory_plan most[2] = {0};
     llama_layout layout;
-    upipe_err e;
     slope s = {0};
-    double unit = (double)(TOKENS / ranks) * (LARGE - 1) * (double)config->dim * 2;
+    double unit = (double)(TOKENS / RANKS) * (LARGE - 1) * (double)config->dim * 2;
     CHECK(llama_layout_init(&layout, config) == 0);
     for (int i = 0; i < 2; ++i)
-        for (int rank = 0; rank < ranks; rank += rank == 0 && config->heads % ranks == 0 ? ranks - 1 : 1) {
+        for (int rank = 0; rank < RANKS; rank += rank == 0 && config->heads % RANKS == 0 ? RANKS - 1 : 1) {
+            setting of = setting_for(&layout, method, RANKS, (int64_t)(i == 0 ? 1 : LARGE) * TOKENS, kept);
             memory_plan plan;
             model m;
-            upipe_plan_desc d = {
-                .ranks = ranks, .ring = 1, .rank = rank, .chunk = chunk, .dtype = UPIPE_BF16};
-            d.tokens = (int64_t)(i == 0 ? 1 : LARGE) * TOKENS;
-            CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
-            CHECK_STATUS(model_cut(&m, segments, &e), UPIPE_OK, e);
-            m.activations = kept;
-            m.zero = 3;
-            m.prefetch = prefetch;
-            CHECK_STATUS(memory_plan_make(&plan, &m, ops, NULL, NULL, &e), UPIPE_OK, e);
+            of.how.segments = segments;
+            of.prefetch = prefetch;
+            plan = planned(&m, &of, rank, ops);
             most[i].peak = upipe_max_bytes(most[i].peak, plan.peak);
             most[i].need = upipe_max_bytes(most[i].need, plan.need);
             most[i].host = upipe_max_bytes(most[i].host, plan.host);
@@ -71,28 +97,24 @@ static slope slope_of(const llama_config *config, int ranks, int chunk, int segm
     return s;
 }
 
-static activations_setting kept_of(int kind, int64_t k, int grad)
-{
-    activations_setting a;
-    a.kind = kind;
-    a.k = k;
-    a.grad = grad;
-    return a;
-}
-
 /* What docs/memory.md says of a GPU of 80 GB a rank, in slabs: holes count. */
 static void test_slopes(void)
 {
-    enum { ULYSSES = 32, UPIPE = 8 };
+    enum {
+        ULYSSES = METHOD_ULYSSES,
+        UPIPE = METHOD_UPIPE,
+        FPDT = METHOD_FPDT,
+        UPIPE_FPDT = METHOD_UPIPE_FPDT
+    };
     static const struct {
-        int chunk, segments, kind, k, grad, prefetch;
+        int method, segments, kind, k, grad, prefetch;
         double slab_cpu, slab_cuda, host; /* at most */
     } rows[] = {{UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 0, 0, 5.1, 5.35, 32.1},
                 {UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 1, 0, 4.15, 4.55, 33.1},
                 {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 0, 0, 6.6, 7.6, 32.1},
                 {ULYSSES, 0, ACTIVATIONS_OFFLOAD, 0, 1, 0, 5.6, 6.6, 33.1},
-                {UPIPE, 16, ACTIVATIONS_OFFLOAD, 0, 0, 0, 1.25, 1.25, 40.1},
-                {ULYSSES, 16, ACTIVATIONS_OFFLOAD, 0, 0, 0, 1.65, 1.65, 39.1},
+                {UPIPE_FPDT, 16, ACTIVATIONS_OFFLOAD, 0, 0, 0, 1.25, 1.25, 40.1},
+                {FPDT, 16, ACTIVATIONS_OFFLOAD, 0, 0, 0, 1.65, 1.65, 39.1},
                 {UPIPE, 0, ACTIVATIONS_SAC, 0, 0, 0, 5.1, 5.35, 64.6},
                 {UPIPE, 0, ACTIVATIONS_SAC, 0, 1, 0, 4.15, 4.55, 65.6},
                 {UPIPE, 0, ACTIVATIONS_SAC, 8, 0, 0, 5.1, 5.35, 40.2},
@@ -100,7 +122,7 @@ static void test_slopes(void)
                 {UPIPE, 0, ACTIVATIONS_BLOCKS, 4, 0, 0, 5.1, 5.35, 14.1},
                 {UPIPE, 0, ACTIVATIONS_BLOCKS, 2, 1, 0, 4.15, 4.55, 19.1},
                 {UPIPE, 0, ACTIVATIONS_OFFLOAD, 0, 0, 1, 5.1, 5.35, 32.1},
-                {UPIPE, 16, ACTIVATIONS_OFFLOAD, 0, 0, 1, 1.25, 1.25, 40.1},
+                {UPIPE_FPDT, 16, ACTIVATIONS_OFFLOAD, 0, 0, 1, 1.25, 1.25, 40.1},
                 {UPIPE, 0, ACTIVATIONS_SAO, 4, 0, 0, 13.1, 13.35, 24.1}};
     upipe_ops ops[2];
     upipe_cpu_ops(&ops[0]);
@@ -109,7 +131,7 @@ static void test_slopes(void)
         for (int table = 0; table < 2; ++table) {
             const double most = table == 0 ? rows[i].slab_cpu : rows[i].slab_cuda;
             const slope s =
-                slope_of(&llama, 8, rows[i].chunk, rows[i].segments,
+                slope_of(&llama, rows[i].method, rows[i].segments,
                          kept_of(rows[i].kind, rows[i].k, rows[i].grad), rows[i].prefetch, &ops[table]);
             CHECK_SAY(s.peak <= most, "row %zu, %s: a peak's slope of %.4f, at most %.2f", i, ops[table].name,
                       s.peak, most);
@@ -139,19 +161,15 @@ static void test_far(void)
     const double gib = 1 << 30;
     memory_plan plan[3];
     llama_layout layout;
-    upipe_plan_desc d = {.ranks = 8, .ring = 1, .dtype = UPIPE_BF16};
     upipe_ops ops;
-    upipe_err e;
     double grows;
     model m;
     upipe_cuda_plan_ops(&ops);
     CHECK(llama_layout_init(&layout, &llama) == 0);
     for (int i = 0; i < 3; ++i) {
-        d.tokens = rows[i].tokens << 20;
-        CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
-        m.zero = 3;
-        m.activations = kept_of(rows[i].kind, rows[i].k, 0);
-        CHECK_STATUS(memory_plan_make(&plan[i], &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+        const setting s =
+            setting_for(&layout, METHOD_UPIPE, 8, rows[i].tokens << 20, kept_of(rows[i].kind, rows[i].k, 0));
+        plan[i] = planned(&m, &s, 0, &ops);
         CHECK_SAY((double)plan[i].need <= 78 * gib && 8.0 * (double)plan[i].host_need <= 1.9 * 1024 * gib,
                   "%lldM tokens: %.2f GiB a GPU, %.2f of the host", (long long)rows[i].tokens,
                   (double)plan[i].need / gib, 8 * (double)plan[i].host_need / gib);
@@ -175,21 +193,17 @@ static void test_few(void)
     const double gib = 1 << 30;
     llama_layout layout;
     upipe_ops ops;
-    upipe_err e;
     upipe_cuda_plan_ops(&ops);
     CHECK(llama_layout_init(&layout, &llama) == 0);
     for (int i = 0; i < 2; ++i)
         for (int moved = 0; moved < 3; ++moved) {
-            upipe_plan_desc d = {.ranks = rows[i].ranks, .ring = 1, .dtype = UPIPE_BF16};
+            setting s = setting_for(&layout, METHOD_UPIPE, rows[i].ranks, rows[i].tokens << 20,
+                                    kept_of(ACTIVATIONS_OFFLOAD, 0, 0));
             memory_plan plan;
             model m;
-            d.tokens = rows[i].tokens << 20;
-            CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
-            m.zero = 3;
-            m.activations = kept_of(ACTIVATIONS_OFFLOAD, 0, 0);
-            m.offload_optimizer = moved > 0;
-            m.offload_weights = moved > 1;
-            CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+            s.offload_optimizer = moved > 0;
+            s.offload_weights = moved > 1;
+            plan = planned(&m, &s, 0, &ops);
 #ifndef UPI_MEM_ASAN
             CHECK_INT(plan.need, rows[i].slab[moved]);
             CHECK_INT(plan.host_need, rows[i].host[moved]);
@@ -236,12 +250,9 @@ static void test_adapters(void)
     upipe_cuda_plan_ops(&ops);
     for (size_t i = 0; i < sizeof rows / sizeof *rows; ++i) {
         llama_layout layout;
-        setting s = {.layout = &layout, .replicas = 1, .batch = 1, .accumulate = 1, .dtype = UPIPE_BF16};
+        setting s =
+            setting_for(&layout, rows[i].method, rows[i].ranks, 0, kept_of(ACTIVATIONS_OFFLOAD, 0, 0));
         CHECK_STATUS(llama_layout_trained(&layout, &llama, NULL, rows[i].lora, &e), UPIPE_OK, e);
-        s.how.method = rows[i].method;
-        s.how.ranks = rows[i].ranks;
-        CHECK(method_resolve(&s.how, 1) == 0);
-        s.activations = kept_of(ACTIVATIONS_OFFLOAD, 0, 0);
         s.zero = rows[i].zero;
         s.offload_optimizer = rows[i].away >= OPTIMIZER;
         s.offload_weights = rows[i].away >= WEIGHTS;
@@ -249,8 +260,7 @@ static void test_adapters(void)
             memory_plan plan;
             model m;
             s.tokens = rows[i].tokens << twice;
-            CHECK_STATUS(setting_model(&m, &s, 0, &e), UPIPE_OK, e);
-            CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+            plan = planned(&m, &s, 0, &ops);
 #ifndef UPI_MEM_ASAN
             CHECK_INT(plan.need, rows[i].slab[twice]);
             CHECK_INT(plan.host_need, rows[i].host[twice]);
@@ -276,7 +286,7 @@ static void test_largest(void)
                                .norm_eps = 1e-6};
     const upipe_ops ops = cpu_table();
     slope s;
-    s = slope_of(&qwen, 8, 28, 0, kept_of(ACTIVATIONS_OFFLOAD, 0, 0), 0, &ops);
+    s = slope_of(&qwen, METHOD_ULYSSES, 0, kept_of(ACTIVATIONS_OFFLOAD, 0, 0), 0, &ops);
     CHECK_SAY(s.peak > 7.5 && s.peak <= 8, "the largest rank's slope is %.4f", s.peak);
 }
 
@@ -344,19 +354,18 @@ static void test_moved(void)
                 {ACTIVATIONS_BLOCKS, 2, 0, 32, 16 * (2 + 1 + 2 * o + 7)},
                 {ACTIVATIONS_BLOCKS, 4, 0, 32, 8 * (2 + 3 * (1 + 2 * o) + 13)}};
     llama_layout layout;
-    upipe_plan_desc d = {.tokens = 1 << 20, .ranks = 8, .ring = 1, .dtype = UPIPE_BF16};
     const upipe_ops ops = cpu_table();
-    upipe_err e;
     int64_t all = 0;
-    model m;
     CHECK(llama_layout_init(&layout, &llama) == 0);
-    CHECK_STATUS(model_init(&m, &layout, &d, &e), UPIPE_OK, e);
-    CHECK((double)(32 * (2 * upipe_plan_sent(&m.plan, 0) + upipe_plan_sent(&m.plan, 1))) ==
-          252.4375 * (1 << 30));
     for (size_t i = 0; i < sizeof rows / sizeof *rows; ++i) {
+        setting s =
+            setting_for(&layout, METHOD_UPIPE, 8, 1 << 20, kept_of(rows[i].kind, rows[i].k, rows[i].grad));
         memory_plan plan;
-        m.activations = kept_of(rows[i].kind, rows[i].k, rows[i].grad);
-        CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &e), UPIPE_OK, e);
+        model m;
+        s.zero = 0;
+        plan = planned(&m, &s, 0, &ops);
+        CHECK((double)(32 * (2 * upipe_plan_sent(&m.plan, 0) + upipe_plan_sent(&m.plan, 1))) ==
+              252.4375 * (1 << 30));
         CHECK_SAY((double)plan.moved == rows[i].moved * (1 << 30),
                   "row %zu: %.6f units between the pools, not %.6f", i, (double)plan.moved / (1 << 30),
                   rows[i].moved);
@@ -447,20 +456,10 @@ enum { RANKS_MAX = 4, STEPS = 2 };
 
 typedef struct drawn {
     llama_layout layout;
-    upipe_plan_desc desc;
-    int segments;
-    activations_setting kept;
-    int zero, prefetch, offload_optimizer, offload_weights, replicas;
-    int64_t accumulate;
-    upipe_dtype reduce;
-    int small; /* 1 + the rank whose pool is too small; 0: none */
+    setting of; /* without the layout, as a draw is copied */
+    int small;  /* 1 + the rank whose pool is too small; 0: none */
     float *weights;
 } drawn;
-
-static int drawn_ranks(const drawn *d)
-{
-    return d->desc.ranks * d->desc.ring * d->replicas;
-}
 
 /* One training of a draw. */
 typedef struct life {
@@ -533,7 +532,7 @@ static upipe_status life_steps(life *w, trainer *t, const memory_plan *plan, upi
 static upipe_status life_main(void *user, int rank)
 {
     life *w = (life *)user;
-    upipe_plan_desc desc = w->d->desc;
+    setting of = w->d->of;
     upipe_mem mem, host;
     side_thread side;
     upipe_mem_event none;
@@ -543,18 +542,8 @@ static upipe_status life_main(void *user, int rank)
     upipe_status s;
     upipe_ctx c = {0};
     upipe_threads_grid_use(&w->net, rank, &c);
-    method_place(&desc, rank % (desc.ranks * desc.ring));
-    UPIPE_TRY(model_init(&m, &w->d->layout, &desc, &c.err));
-    UPIPE_TRY(model_cut(&m, w->d->segments, &c.err));
-    m.activations = w->d->kept;
-    m.zero = w->d->zero;
-    m.prefetch = w->d->prefetch;
-    m.reduce = w->d->reduce;
-    m.offload_optimizer = w->d->offload_optimizer;
-    m.offload_weights = w->d->offload_weights;
-    m.accumulate = w->d->accumulate;
-    m.replicas = w->d->replicas;
-    m.replica = rank / (desc.ranks * desc.ring);
+    of.layout = &w->d->layout;
+    UPIPE_TRY(setting_model(&m, &of, rank, &c.err));
     UPIPE_TRY(memory_plan_make(&plan, &m, &w->ops, NULL, NULL, &c.err));
     w->m[rank] = m;
     w->plan[rank] = plan;
@@ -606,14 +595,16 @@ static int life_same(const life *w, int ranks)
 
 static void life_run(life *w, const drawn *d)
 {
-    const upipe_grid grid = {.ranks = drawn_ranks(d), .in_team = d->desc.ranks, .in_ring = d->desc.ring};
+    const int ring = d->of.how.ring;
+    const upipe_grid grid = {
+        .ranks = setting_ranks(&d->of), .in_team = d->of.how.ranks / ring, .in_ring = ring};
     upipe_err e;
     int mark;
     *w = (life){.d = d, .ops = cpu_table()};
     for (int i = 0; i < 3; ++i) w->after[i] = floats(d->layout.weights);
     mark = buffers_n;
     CHECK_STATUS(upipe_threads_grid_init(&w->net, &grid, 60, &e), UPIPE_OK, e);
-    CHECK_STATUS(upipe_threads_init(&w->side_world, drawn_ranks(d), 60, &e), UPIPE_OK, e);
+    CHECK_STATUS(upipe_threads_init(&w->side_world, grid.ranks, 60, &e), UPIPE_OK, e);
     CHECK((upipe_threads_run(&w->net.world, life_main, w, w->statuses, NULL) == UPIPE_OK) == (d->small == 0));
     upipe_threads_grid_free(&w->net);
     upipe_threads_free(&w->side_world);
@@ -623,6 +614,7 @@ static void life_run(life *w, const drawn *d)
 static void draw(test_rng *rng, drawn *d)
 {
     llama_config c = {.head_dim = 32, .qk_norm = 1, .rope_theta = 10000, .norm_eps = 1e-5};
+    setting *s = &d->of;
     memset(d, 0, sizeof *d);
     c.layers = 1 + test_below(rng, 6);
     c.dim = 32 + 8 * test_below(rng, 12);
@@ -633,33 +625,35 @@ static void draw(test_rng *rng, drawn *d)
     c.qk_norm = test_below(rng, 4) == 0;
     c.attention_bias = (llama_bias)test_below(rng, 3);
     c.tied = test_below(rng, 2);
-    d->desc.ranks = 1 + test_below(rng, RANKS_MAX);
-    d->desc.ring = 1;
-    d->desc.tokens = 16 + test_below(rng, 200);
-    d->desc.batch = 1 + (test_below(rng, 4) == 0);
-    d->desc.chunk = test_below(rng, 3) == 0 ? c.heads : 0;
-    d->desc.dtype = test_below(rng, 3) == 0 ? UPIPE_BF16 : UPIPE_F32;
+    s->how.method = METHOD_UPIPE;
+    s->how.ranks = 1 + test_below(rng, RANKS_MAX);
+    s->how.ring = 1;
+    s->tokens = 16 + test_below(rng, 200);
+    s->batch = 1 + (test_below(rng, 4) == 0);
+    s->how.chunk = test_below(rng, 3) == 0 ? c.heads : 0;
+    s->dtype = test_below(rng, 3) == 0 ? UPIPE_BF16 : UPIPE_F32;
     if (test_below(rng, 5) == 0) {
-        d->desc.ranks = 1 + test_below(rng, 2);
-        d->desc.ring = 2;
-        d->desc.layout = UPIPE_ZIGZAG;
-        d->desc.chunk = c.heads;
+        s->how.method = METHOD_UPIPE_RING;
+        s->how.ranks = 2 * (1 + test_below(rng, 2));
+        s->how.ring = 2;
+        s->how.chunk = c.heads;
     } else if (test_below(rng, 4) == 0) {
-        d->segments = 1 + test_below(rng, 4);
-        if (c.heads % d->desc.ranks != 0) d->desc.chunk = c.heads; /* no stages without common rounds */
-        if (c.kv_heads % d->desc.ranks != 0) d->desc.chunk = c.heads;
+        s->how.method = METHOD_UPIPE_FPDT;
+        s->how.segments = 1 + test_below(rng, 4);
+        if (c.heads % s->how.ranks != 0) s->how.chunk = c.heads; /* no stages without common rounds */
+        if (c.kv_heads % s->how.ranks != 0) s->how.chunk = c.heads;
     }
-    d->kept.kind = test_below(rng, ACTIVATIONS_KINDS);
-    if (d->kept.kind >= ACTIVATIONS_SAO) d->kept.k = 1 + test_below(rng, (int)c.layers);
-    if (d->kept.kind == ACTIVATIONS_SAC && test_below(rng, 2)) d->kept.k = 0;
-    d->kept.grad = test_below(rng, 3) == 0;
-    d->zero = test_below(rng, UPIPE_ZERO_STAGES);
-    d->prefetch = d->zero == 3 && test_below(rng, 2);
-    d->reduce = test_below(rng, 4) == 0 ? UPIPE_BF16 : UPIPE_F32;
-    d->offload_optimizer = test_below(rng, 2);
-    d->offload_weights = d->zero == 3 && d->offload_optimizer && test_below(rng, 2);
-    d->accumulate = test_below(rng, 3) == 0 ? 2 + test_below(rng, 2) : 1;
-    d->replicas = d->desc.ranks * d->desc.ring <= RANKS_MAX / 2 ? 1 + test_below(rng, 2) : 1;
+    s->activations.kind = test_below(rng, ACTIVATIONS_KINDS);
+    if (s->activations.kind >= ACTIVATIONS_SAO) s->activations.k = 1 + test_below(rng, (int)c.layers);
+    if (s->activations.kind == ACTIVATIONS_SAC && test_below(rng, 2)) s->activations.k = 0;
+    s->activations.grad = test_below(rng, 3) == 0;
+    s->zero = test_below(rng, UPIPE_ZERO_STAGES);
+    s->prefetch = s->zero == 3 && test_below(rng, 2);
+    s->reduce = test_below(rng, 4) == 0 ? UPIPE_BF16 : UPIPE_F32;
+    s->offload_optimizer = test_below(rng, 2);
+    s->offload_weights = s->zero == 3 && s->offload_optimizer && test_below(rng, 2);
+    s->accumulate = test_below(rng, 3) == 0 ? 2 + test_below(rng, 2) : 1;
+    s->replicas = s->how.ranks <= RANKS_MAX / 2 ? 1 + test_below(rng, 2) : 1;
     CHECK(llama_layout_init(&d->layout, &c) == 0);
     d->weights = floats(d->layout.weights);
     for (int64_t i = 0; i < d->layout.weights; ++i) d->weights[i] = (float)(0.1 * test_normal(rng));
@@ -676,12 +670,12 @@ static void test_small_pool(void)
     int small, draws;
     for (draws = small = 0, rng.state = 7; small < 3; ++draws) {
         draw(&rng, &d);
-        if (d.prefetch && drawn_ranks(&d) > 1) {
+        if (d.of.prefetch && setting_ranks(&d.of) > 1) {
             d.small = 1 + small++ % 2;
             start = upipe_net_now();
             life_run(&w, &d);
             CHECK_INT(w.statuses[d.small - 1], UPIPE_ERR_MEMORY);
-            for (int r = 0; r < drawn_ranks(&d); ++r)
+            for (int r = 0; r < setting_ranks(&d.of); ++r)
                 CHECK(r == d.small - 1 || w.statuses[r] == UPIPE_ERR_ABORTED);
             CHECK(upipe_net_now() - start < INT64_C(30000000000));
         }
@@ -742,11 +736,8 @@ static void test_rings(void)
             CHECK_TEXT(e.why, "");
             steps[i] = asked;
             for (r = 0; r < ranks; ++r) {
-                memory_plan plan;
-                upipe_err err;
                 model m;
-                CHECK_STATUS(setting_model(&m, &s, r, &err), UPIPE_OK, err);
-                CHECK_STATUS(memory_plan_make(&plan, &m, &ops, NULL, NULL, &err), UPIPE_OK, err);
+                const memory_plan plan = planned(&m, &s, r, &ops);
                 CHECK(plan.need == (size_t)e.gpu && plan.peak == (size_t)e.live);
                 most = fmax(most, exact_flops(&plan));
             }
@@ -768,12 +759,12 @@ static void test_random(test_draws draws)
         rng.state = (uint64_t)seed;
         draw(&rng, &d);
         plain = d;
-        plain.kept = kept_of(ACTIVATIONS_AC, 0, 0);
-        plain.zero = d.accumulate > 1 && d.zero > 1 ? 2 : 1; /* whose sums have one order */
-        plain.prefetch = plain.offload_optimizer = plain.offload_weights = 0;
+        plain.of.activations = kept_of(ACTIVATIONS_AC, 0, 0);
+        plain.of.zero = d.of.accumulate > 1 && d.of.zero > 1 ? 2 : 1; /* whose sums have one order */
+        plain.of.prefetch = plain.of.offload_optimizer = plain.of.offload_weights = 0;
         life_run(&one, &plain);
         life_run(&other, &d);
-        same += life_same(&other, drawn_ranks(&d));
+        same += life_same(&other, setting_ranks(&d.of));
         for (int i = 0; i < STEPS; ++i)
             CHECK_SAY(one.result[i].loss == other.result[i].loss &&
                           one.result[i].norm == other.result[i].norm,
@@ -783,17 +774,18 @@ static void test_random(test_draws draws)
             CHECK_SAY(memcmp(one.after[i], other.after[i], (size_t)d.layout.weights * 4) == 0,
                       "other %s after the last step", i == 0 ? "weights" : "moments");
         CHECK(one.result[0].finite && one.result[1].loss != one.result[0].loss);
-        ++kinds[d.kept.kind];
+        ++kinds[d.of.activations.kind];
         if (test_shown_since(failures))
             fprintf(
                 stderr,
-                "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, C %d R %d, %d segments, H %d/%d, U %d, S %lld, %s, "
+                "replay: UPIPE_SEED=%ld UPIPE_DRAWS=1 (%lld layers, %d ranks, rings of %d, %d segments, H %d/%d, U %d, S %lld, %s, "
                 "%s:%lld grad %d, ZeRO %d, prefetch %d, offloaded: optimizer %d, weights %d, %lld micro-batches, %d replicas, sums of %s)\n",
-                seed, (long long)d.layout.config.layers, d.desc.ranks, d.desc.ring, d.segments,
-                d.layout.config.heads, d.layout.config.kv_heads, d.desc.chunk, (long long)d.desc.tokens,
-                upipe_dtype_name(d.desc.dtype), activations_names[d.kept.kind], (long long)d.kept.k,
-                d.kept.grad, d.zero, d.prefetch, d.offload_optimizer, d.offload_weights,
-                (long long)d.accumulate, d.replicas, upipe_dtype_name(d.reduce));
+                seed, (long long)d.layout.config.layers, d.of.how.ranks, d.of.how.ring, d.of.how.segments,
+                d.layout.config.heads, d.layout.config.kv_heads, d.of.how.chunk, (long long)d.of.tokens,
+                upipe_dtype_name(d.of.dtype), activations_names[d.of.activations.kind],
+                (long long)d.of.activations.k, d.of.activations.grad, d.of.zero, d.of.prefetch,
+                d.of.offload_optimizer, d.of.offload_weights, (long long)d.of.accumulate, d.of.replicas,
+                upipe_dtype_name(d.of.reduce));
         llama_layout_free(&d.layout);
         buffers_free(0);
     }

@@ -25,6 +25,7 @@ try:
 except ImportError:
     other_python()
     sys.exit('test_compare.py: no NumPy here to check results with: install python3-numpy')
+from attention import attend, attend_bwd, rope, visible  # pylint: disable=wrong-import-position
 
 COMPARE = os.path.abspath(sys.argv[1])
 PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out', 'bwd_attn', 'bwd_in']
@@ -416,73 +417,49 @@ def test_defaults(folder):
 # ---- dumps, against NumPy ----
 
 
-def rope(t, c, inverse=False):
-    """t [batch, S, h, d], pairs (p, p + d/2)."""
-    half, theta, more, by = t.shape[-1] // 2, c['rope_theta'], c['rope_factor'], 1
+def turns(c):
+    """What RoPE turns each pair by a position, and its factor."""
+    half, theta, more = c['head_dim'] // 2, c['rope_theta'], c['rope_factor']
     rates = theta ** (-np.arange(half) / half)
     if c['rope_type'] == 'linear':
         rates = rates / more
-    if c['rope_type'] == 'yarn':  # slow pairs are stretched, from the one that turns once to the one that turns 32 times
-        low, high = (half * math.log(c['rope_original'] / (2 * math.pi * turns)) / math.log(theta) for turns in (32, 1))
-        low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * half - 1)
-        slow = np.clip((np.arange(half) - low) / (high - low), 0, 1)
-        rates, by = rates * (1 - slow) + rates / more * slow, 1 + 0.1 * math.log(more)
-    angle = np.arange(t.shape[1])[:, None] * rates
-    cos, sin = by * np.cos(angle)[None, :, None], by * np.sin(angle)[None, :, None] * (-1 if inverse else 1)
-    a, b = t[..., :half], t[..., half:]
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
-def visible(c):
-    """[batch, S, S]: whether a token sees another one."""
-    B, S = c['batch'], c['tokens']
-    back = np.arange(S)[:, None] - np.arange(S)[None, :]
-    sees = np.ones((S, S), bool) if c['full'] else back >= 0
-    if c['window']:
-        sees = sees & (back < c['window'])
-    lengths = c['cu_seqlens']
-    packed = np.repeat(np.arange(len(lengths)), lengths).reshape(B, S) if lengths else np.zeros((B, S))
-    return sees & (packed[:, :, None] == packed[:, None, :])
+    if c['rope_type'] != 'yarn':
+        return rates, 1
+    # slow pairs are stretched, from the one that turns once to the one that turns 32 times
+    low, high = (half * math.log(c['rope_original'] / (2 * math.pi * often)) / math.log(theta) for often in (32, 1))
+    low, high = max(math.floor(low), 0), min(math.ceil(high), 2 * half - 1)
+    slow = np.clip((np.arange(half) - low) / (high - low), 0, 1)
+    return rates * (1 - slow) + rates / more * slow, 1 + 0.1 * math.log(more)
 
 
 def reference(got, c):
     """out, dx, dwq, dwk, dwv in double precision, by whole matrices; and what the error of each is relative to."""
-    B, S, H, K, d, vd = (c[key] for key in ('batch', 'tokens', 'heads', 'kv_heads', 'head_dim', 'v_dim'))
-    x = got['x'].astype(np.float64)
+    B, S, d, vd, cap = (c[key] for key in ('batch', 'tokens', 'head_dim', 'v_dim', 'softcap'))
+
+    def split(t, dim):
+        return t.reshape(B, S, -1, dim).swapaxes(1, 2)
+
+    def rows(t):
+        return t.swapaxes(1, 2).reshape(B * S, -1)
+
+    x, dout = got['x'].astype(np.float64), split(got['dout'].astype(np.float64), vd)
     w = {name: got[name].astype(np.float64) for name in ('wq', 'wk', 'wv')}
-    q, k, v = ((x @ w[name].T).reshape(B, S, -1, dim) for name, dim in [('wq', d), ('wk', d), ('wv', vd)])
+    q, k, v = (split(x @ w[name].T, dim) for name, dim in [('wq', d), ('wk', d), ('wv', vd)])
     if c['rope']:
-        q, k = rope(q, c), rope(k, c)
-    repeat = H // K
-    kk, vv = np.repeat(k, repeat, axis=2), np.repeat(v, repeat, axis=2)
-    s = np.einsum('bihd,bjhd->bhij', q, kk) / math.sqrt(d)
-    slope = np.ones_like(s)
-    if c['softcap']:
-        bent = np.tanh(s / c['softcap'])
-        s, slope = c['softcap'] * bent, 1 - bent**2
-    s = np.where(visible(c)[:, None], s, -np.inf)
-    sink = got['sinks'].astype(np.float64).reshape(1, H, 1, 1) if c['sinks'] else np.full((1, H, 1, 1), -np.inf)
-    most = np.maximum(s.max(axis=-1, keepdims=True), sink)
-    p, p_sink = np.exp(s - most), np.exp(sink - most)
-    total = p.sum(axis=-1, keepdims=True) + p_sink
-    p, p_sink = p / total, p_sink / total
-    out = np.einsum('bhij,bjhd->bihd', p, vv)
-    do = got['dout'].astype(np.float64).reshape(B, S, H, vd)
-    dp = np.einsum('bihd,bjhd->bhij', do, vv)
-    delta = (p * dp).sum(axis=-1, keepdims=True)
-    ds = slope * p * (dp - delta) / math.sqrt(d)
-    dq = np.einsum('bhij,bjhd->bihd', ds, kk)
-    dk = np.einsum('bhij,bihd->bjhd', ds, q).reshape(B, S, K, repeat, d).sum(axis=3)
-    dv = np.einsum('bhij,bihd->bjhd', p, do).reshape(B, S, K, repeat, vd).sum(axis=3)
+        q, k = (rope(t, *turns(c)) for t in (q, k))
+    sees = visible(B, S, not c['full'], c['window'], np.cumsum(c['cu_seqlens'] or []))[:, None]
+    sinks = got['sinks'].astype(np.float64)[0] if c['sinks'] else None
+    kept = attend(q, k, v, d**-0.5, sees, cap, sinks)
+    dq, dk, dv, dsinks = attend_bwd(q, k, v, dout, d**-0.5, kept)
     if c['rope']:
-        dq, dk = rope(dq, c, True), rope(dk, c, True)
-    grads = {'wq': dq.reshape(B * S, -1), 'wk': dk.reshape(B * S, -1), 'wv': dv.reshape(B * S, -1)}
-    want = {'out': out.reshape(B * S, H * vd), 'dx': sum(grads[name] @ w[name] for name in w)}
+        dq, dk = (rope(t, *turns(c), -1) for t in (dq, dk))
+    grads = {'wq': rows(dq), 'wk': rows(dk), 'wv': rows(dv)}
+    want = {'out': rows(kept[0]), 'dx': sum(grads[name] @ w[name] for name in w)}
     want.update({'d' + name: grads[name].T @ x for name in w})
     size = {name: np.linalg.norm(value) for name, value in want.items()}
     if c['sinks']:  # a sum that may cancel: relative to its terms
-        want['dsinks'] = -(p_sink * delta).sum(axis=(0, 2, 3)).reshape(1, H)
-        size['dsinks'] = np.linalg.norm(p_sink.transpose(0, 2, 1, 3) * out * do)
+        want['dsinks'] = dsinks.sum(axis=(0, 2, 3))[None]
+        size['dsinks'] = np.linalg.norm(kept[3] * kept[0] * dout)
     return want, size
 
 

@@ -198,6 +198,11 @@ static void test_formats(void)
         const char *descr;
         int width;
     } npy[] = {{"|u1", 1}, {"|b1", 1}, {"<u2", 2}, {"<u4", 4}, {"<i4", 4}, {"<i8", 8}};
+    static const struct {
+        token_type type;
+        int width;
+    } raw[] = {{TOKEN_U8, 1}, {TOKEN_U16, 2}, {TOKEN_U32, 4}, {TOKEN_I32, 4}, {TOKEN_I64, 8}};
+    static const int megatron[][2] = {{8, 2}, {4, 4}, {5, 8}, {1, 1}}; /* types, and their widths */
     size_t i;
     for (i = 0; i < sizeof npy / sizeof *npy; ++i) {
         write_npy("a.npy", npy[i].descr, TOKENS, TOKENS, npy[i].width);
@@ -207,23 +212,14 @@ static void test_formats(void)
     same_ids("a.bin", TOKEN_AUTO, 0);
     write_llmc("b.bin", 20240801, 7, TOKENS, TOKENS, 4);
     same_ids("b.bin", TOKEN_AUTO, 0);
-    write_raw("raw", 0, TOKENS, 2);
-    same_ids("raw", TOKEN_U16, 0);
-    write_raw("raw", 0, TOKENS, 4);
-    same_ids("raw", TOKEN_U32, 0);
-    same_ids("raw", TOKEN_I32, 0);
-    write_raw("raw", 0, TOKENS, 1);
-    same_ids("raw", TOKEN_U8, 0);
-    write_raw("raw", 0, TOKENS, 8);
-    same_ids("raw", TOKEN_I64, 0);
-    write_megatron("m", 8, 2, 0, lengths, 4, starts, 4, 0);
-    same_ids("m.bin", TOKEN_AUTO, 2); /* the one of 0 tokens is none */
-    write_megatron("m", 4, 4, 0, lengths, 4, starts, 4, 0);
-    same_ids("m.bin", TOKEN_AUTO, 2);
-    write_megatron("m", 5, 8, 0, lengths, 4, starts, 4, 0);
-    same_ids("m.bin", TOKEN_AUTO, 2);
-    write_megatron("m", 1, 1, 0, lengths, 4, starts, 4, 0);
-    same_ids("m.bin", TOKEN_AUTO, 2);
+    for (i = 0; i < sizeof raw / sizeof *raw; ++i) {
+        write_raw("raw", 0, TOKENS, raw[i].width);
+        same_ids("raw", raw[i].type, 0);
+    }
+    for (i = 0; i < sizeof megatron / sizeof *megatron; ++i) {
+        write_megatron("m", megatron[i][0], megatron[i][1], 0, lengths, 4, starts, 4, 0);
+        same_ids("m.bin", TOKEN_AUTO, 2); /* the one of 0 tokens is none */
+    }
     /* shards, one of them empty, and one named from the root on */
     write_raw("s0", 0, 40, 2);
     write_raw("s1", 40, 40, 2);
@@ -287,7 +283,9 @@ static void test_npy(void)
         {"<u4", "", "its shape is ()"},
         {"<u4", "-1,", "its shape is (-1,)"},
         {"<u4", "99999999999999999999,", "its shape is (99999999999999999999,)"},
-        {"<u4", "99,", "says 99 tokens of 4 bytes, but 400 bytes follow"}};
+        {"<u4", "9223372036854775807,", "says 9223372036854775807 tokens of 4 bytes, but 400 bytes follow"},
+        {"<u4", "99,", "says 99 tokens of 4 bytes, but 400 bytes follow"},
+        {"<u4", "101,", "says 101 tokens of 4 bytes, but 400 bytes follow"}};
     const data_request q = request_of("a.npy", TOKEN_AUTO);
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
@@ -334,15 +332,39 @@ static void test_pointers(void)
     unlink(in("m.idx"));
 }
 
+/* An id that no vocabulary of 1,000 has, in the middle of a raw file. */
+static void test_wrong_ids(void)
+{
+    static const struct {
+        token_type type;
+        int width;
+        int64_t id;
+        const char *says;
+    } cases[] = {{TOKEN_U16, 2, VOCAB, "raw: token 50 is 1000, the vocabulary has 1000"},
+                 {TOKEN_U16, 2, 65535, "raw: token 50 is 65535, the"},
+                 {TOKEN_I32, 4, -1, "raw: token 50 is -1, the"},
+                 {TOKEN_U32, 4, -1, "raw: token 50 is 4294967295, the"},
+                 {TOKEN_I64, 8, INT64_C(1) << 32, "raw: token 50 is 4294967296, the"},
+                 {TOKEN_I64, 8, INT64_MIN, "raw: token 50 is -9223372036854775808, the"}};
+    static bytes b;
+    size_t i;
+    for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        const data_request q = request_of("raw", cases[i].type);
+        b.n = 0;
+        put_ids(&b, 0, 50, cases[i].width);
+        put(&b, cases[i].id, cases[i].width);
+        put_ids(&b, 51, 60, cases[i].width);
+        write_bytes("raw", &b);
+        refused(&q, cases[i].says);
+    }
+}
+
+/* A file that is not what it says, or what is asked of it. */
 static void test_wrong(void)
 {
-    static const int lengths[] = {40, 0, 30, 30}, starts[] = {0, 1, 2, 4}, backwards[] = {0, 2, 1, 4};
-    static bytes b;
     data_request q = request_of("none.npy", TOKEN_AUTO);
     refused(&q, "none.npy cannot be read: No such file");
     q = request_of("a.npy", TOKEN_AUTO);
-    write_npy("a.npy", "<u2", TOKENS + 1, TOKENS, 2);
-    refused(&q, "says 101 tokens of 2 bytes, but 200 bytes follow");
     write_npy("a.npy", "<u2", TOKENS, TOKENS, 2);
     q.vocab = 249;
     refused(&q, "a.npy: token 20 is 249, the vocabulary has 249");
@@ -365,31 +387,6 @@ static void test_wrong(void)
     write_raw("raw", 0, TOKENS + 1, 1);
     q = request_of("raw", TOKEN_U16);
     refused(&q, "has 101 bytes, which are no tokens of 2 bytes");
-    b.n = 0;
-    put_ids(&b, 0, 50, 2);
-    put(&b, 65535, 2);
-    write_bytes("raw", &b);
-    refused(&q, "raw: token 50 is 65535, the vocabulary has 1000");
-    b.n = 0;
-    put_ids(&b, 0, 50, 4);
-    put(&b, -1, 4);
-    put_ids(&b, 51, 60, 4);
-    write_bytes("raw", &b);
-    q = request_of("raw", TOKEN_I32);
-    refused(&q, "raw: token 50 is -1, the vocabulary has 1000");
-    q = request_of("raw", TOKEN_U32);
-    refused(&q, "raw: token 50 is 4294967295, the vocabulary has 1000");
-    b.n = 0;
-    put_ids(&b, 0, 50, 8);
-    put(&b, INT64_C(1) << 32, 8);
-    put(&b, INT64_MIN, 8);
-    put_ids(&b, 52, 60, 8);
-    write_bytes("raw", &b);
-    q = request_of("raw", TOKEN_I64);
-    refused(&q, "raw: token 50 is 4294967296, the vocabulary has 1000");
-    memset(b.at + 50 * 8, 0, 8);
-    write_bytes("raw", &b);
-    refused(&q, "raw: token 51 is -9223372036854775808, the vocabulary has 1000");
     write_raw("a.npy", 0, TOKENS, 1);
     q = request_of("a.npy", TOKEN_U8);
     q.mask = "none";
@@ -406,7 +403,14 @@ static void test_wrong(void)
     refused(&q, "byte 3 of the list");
     write_text("list", "s0\0s0\n", 6);
     refused(&q, "is 0, which no path has");
-    q = request_of("m.bin", TOKEN_AUTO);
+}
+
+/* A Megatron file whose index is not of it. */
+static void test_wrong_index(void)
+{
+    static const int lengths[] = {40, 0, 30, 30}, starts[] = {0, 1, 2, 4}, backwards[] = {0, 2, 1, 4};
+    const data_request q = request_of("m.bin", TOKEN_AUTO);
+    static bytes b;
     write_megatron("m", 6, 2, 0, lengths, 4, starts, 4, 0);
     refused(&q, "of type 6");
     write_megatron("m", 8, 2, 0, lengths, 4, backwards, 4, 0);
@@ -714,7 +718,9 @@ int main(int argc, char **argv)
     TEST(test_masks());
     TEST(test_npy());
     TEST(test_pointers());
+    TEST(test_wrong_ids());
     TEST(test_wrong());
+    TEST(test_wrong_index());
     for (how = 0; how < 4; ++how) TEST(test_packed(how & 1, how >> 1));
     TEST(test_some_indices());
     TEST(test_shuffled_documents());

@@ -15,7 +15,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from programs import BOOK, METHODS, TOP, near, npy, refused, same, sentences, words_of  # pylint: disable=wrong-import-position
+from programs import BOOK, METHODS, TOP, near, npy, packed, refused, same, sentences, trained, words_of  # pylint: disable=wrong-import-position
 
 TRAIN, TOKENIZE = (os.path.abspath(path) for path in sys.argv[1:3])
 FULL = os.environ.get('UPIPE_FULL') == '1'
@@ -24,27 +24,8 @@ LENGTHS = [20, 1, 31, 0, 13]  # of documents; their tokens are a window of 64, a
 IDS = [(i * 67 + 13) % 241 for i in range(sum(LENGTHS))]
 
 
-def write_index(name, lengths, width=2):
-    """Megatron's, by its layout: a document a sequence."""
-    n = len(lengths)
-    offsets = [sum(lengths[:i]) * width for i in range(n)]
-    write(name, struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, 8, n, n + 1, *lengths, *offsets, *range(n + 1)))
-
-
-def packed(name, ids, lengths):
-    write(name + '.bin', struct.pack(f'<{len(ids)}H', *ids))
-    write_index(name + '.idx', lengths)
-
-
 def run(what, **flags):
-    flags = {**({} if flags.get('resume') else MODEL), 'ranks': 1, 'steps': 1, 'json': 'out.json', **flags}
-    done = run_command([TRAIN, *words_of(flags)], timeout=280)
-    needed(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}')
-    equal(sentences(done.stderr), [], f'{what}: stderr')
-    numbers = load('out.json')
-    equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
-    equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
-    return numbers
+    return trained(TRAIN, what, **{**({} if flags.get('resume') else MODEL), 'ranks': 1, 'steps': 1, **flags})
 
 
 def test_formats(_):

@@ -13,9 +13,9 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, equal, load, needed, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
-from hybrid import CONFIG, packed, random_tensors, write_model  # pylint: disable=wrong-import-position
-from programs import BOOK, near, npy, refused, safetensors, same, sentences, words_of  # pylint: disable=wrong-import-position
+from checks import check, equal, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
+from hybrid import CONFIG, random_tensors  # pylint: disable=wrong-import-position
+from programs import BOOK, near, npy, packed, refused, safetensors, same, same_files, trained, words_of, write_model  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, PLAN = (os.path.abspath(path) for path in sys.argv[1:4])
 CHUNK, TOKENS = 64, 384  # of the rule; of a sequence, of which two and three ranks hold whole chunks
@@ -25,18 +25,9 @@ WHOLE = {'architectures': ['Qwen3_5ForConditionalGeneration'], 'image_token_id':
          'vision_end_token_id': 12, 'vision_start_token_id': 11}
 
 
-def run(what, said=0, **flags):
-    """Trains; its numbers. Every rank holds what its plan says, or the program fails."""
-    flags = {'ranks': 1, 'tokens': TOKENS, 'steps': 1, 'sample': 0, 'json': 'out.json', **({} if flags.get('resume') else {'load': 'model'}),
-             **flags}
-    done = run_command([TRAIN, *words_of(flags)], timeout=280)
-    needed(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}')
-    equal(len([line for line in sentences(done.stderr) if '  evaluation: ' not in line]), said, f'{what}: {done.stderr}')
-    numbers = load('out.json')
-    if flags['steps'] > 0:
-        equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
-        equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
-    return numbers
+def run(what, **flags):
+    return trained(TRAIN, what, **{'ranks': 1, 'tokens': TOKENS, 'steps': 1, 'sample': 0, **({} if flags.get('resume') else {'load': 'model'}),
+                                   **flags})
 
 
 def alike(got, want, what):
@@ -96,12 +87,10 @@ def test_files(_):
     """What is loaded is saved; what was saved is saved again to the byte, by however many ranks."""
     begin()
     run('saved', data='text', steps=0, save='one')
-    equal({name: (shape, data) for name, (_, shape, data) in safetensors('one/checkpoint-0/model.safetensors')[1].items()}, random_tensors(CONFIG),
-          'tensors')
+    equal(safetensors('one/checkpoint-0/model.safetensors')[1], random_tensors(CONFIG), 'tensors')
     for ranks, zero in [(1, 0), (3, 3)]:
         run('saved again', load='one', data='text', steps=0, ranks=ranks, zero=zero, save=f'two{zero}')
-        for name in ('config.json', 'model.safetensors', 'optimizer.safetensors'):
-            equal(read(f'two{zero}/checkpoint-0/{name}'), read(f'one/checkpoint-0/{name}'), f'{name}, saved by {ranks} ranks')
+        same_files(f'two{zero}/checkpoint-0', 'one/checkpoint-0', f'saved by {ranks} ranks')
     config = json.loads(read('one/checkpoint-0/config.json'))
     equal((config['model_type'], config['architectures'], config['partial_rotary_factor'], config['layer_types']),
           ('qwen3_5_text', ['Qwen3_5ForCausalLM'], 0.25, ['linear_attention'] * 3 + ['full_attention']), 'config.json')
@@ -114,8 +103,7 @@ def test_resume(_):
         whole = run(what, save=what, save_every=2, keep=2, **flags, **more)
         rest = run(f'{what}, resumed', resume=f'{what}/checkpoint-2', save=f'rest {what}', **flags, **more)
         same(rest, whole, f'{what}, resumed', 2)
-        for name in ('model.safetensors', 'optimizer.safetensors'):
-            equal(read(f'rest {what}/checkpoint-4/{name}'), read(f'{what}/checkpoint-4/{name}'), f'{what}: {name}')
+        same_files(f'rest {what}/checkpoint-4', f'{what}/checkpoint-4', what)
         check(whole['loss'][2] < whole['loss'][0], f'{what}: nothing was learnt: {whole["loss"]}')
 
 
@@ -123,10 +111,10 @@ def test_documents(_):
     """A border ends the state and the convolution: documents have the losses that they have alone."""
     begin()
     ids, sums, at = list(read(BOOK)[7000:7000 + sum(LENGTHS)]), 0, 0
-    packed('all', ids, LENGTHS)
+    packed('all', ids, LENGTHS, 1)
     for i, n in enumerate(LENGTHS):
         if n > 1:
-            packed(f'one{i}', ids[at:at + n], [n])
+            packed(f'one{i}', ids[at:at + n], [n], 1)
             sums += run(f'document {i}', tokens_file=f'one{i}.bin', tokens=n - 1)['loss'][0] * (n - 1)
         at += n
     wanted = sums / sum(n - 1 for n in LENGTHS if n > 1)
@@ -138,12 +126,12 @@ def test_documents(_):
         got = run(f'packed, {ranks} ranks', ranks=ranks, **more, **flags)
         alike(got, first, f'packed, {ranks} ranks')
     # windows of other documents each: the scratch is the same in every step
-    packed('many', list(read(BOOK)[3000:3000 + 30 * 33]), list(range(1, 31)) + [30 * 33 - 31 * 15])
+    packed('many', list(read(BOOK)[3000:3000 + 30 * 33]), list(range(1, 31)) + [30 * 33 - 31 * 15], 1)
     for ranks, more in [(1, {}), (3, {'shuffle': 'documents'}), (4, {'accumulate': 2, 'eval': 'all.bin', 'sample': 2})]:
         run(f'many documents, {ranks} ranks', ranks=ranks, **more, **{**flags, 'tokens_file': 'many.bin', 'tokens': 96, 'steps': 9})
 
     # a window whose borders are none of a chunk's ends makes more chunks than that of the first step, whose borders are
-    packed('odd', list(read(BOOK)[3000:3000 + 1499]), [2] * 249 + [1] + [2] * 500)
+    packed('odd', list(read(BOOK)[3000:3000 + 1499]), [2] * 249 + [1] + [2] * 500, 1)
     run('odd borders', **{**flags, 'tokens_file': 'odd.bin', 'tokens': 498, 'steps': 3, 'seed': 3})
 
 
@@ -152,7 +140,7 @@ def test_whole(_):
     begin()
     tensors = random_tensors(CONFIG)
     whole = {name.replace('model.', 'model.language_model.', 1): t for name, t in tensors.items()}
-    other = {'model.visual.merger.norm.bias': ([2], bytes(8)), 'mtp.norm.weight': ([1], bytes(4))}
+    other = {'model.visual.merger.norm.bias': ('F32', [2], bytes(8)), 'mtp.norm.weight': ('F32', [1], bytes(4))}
     write_model('whole', WHOLE, {**whole, **other})
     want = run('the text model', data='text')
     same(run('of a larger model', said=1, load='whole', data='text', save='text part'), want, 'of a larger model')
@@ -161,7 +149,7 @@ def test_whole(_):
     os.rename('parts/model.safetensors', 'parts/part')
     write('parts/model.safetensors.index.json', json.dumps({'weight_map': {name: 'part' for name in whole}}))
     same(run('in parts', said=1, load='parts', data='text'), want, 'in parts')
-    write_model('more', WHOLE, {**whole, 'model.audio.weight': ([1], bytes(4))})
+    write_model('more', WHOLE, {**whole, 'model.audio.weight': ('F32', [1], bytes(4))})
     refused([TRAIN, *words_of({'load': 'more', 'data': 'text'})], '.', 1, ['model.audio.weight is no tensor of this model'], lines=2)
     write_model('twice', WHOLE, {**whole, 'model.norm.weight': tensors['model.norm.weight']})
     refused([TRAIN, *words_of({'load': 'twice', 'data': 'text'})], '.', 1, ['model.*norm.weight is there twice, by two names'], lines=2)

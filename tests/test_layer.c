@@ -1,75 +1,22 @@
 /* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, failures on
  * every rank */
-#include "lib/runner.h"
-#include "lib/close.h"
-#include "lib/out_of_memory.h"
+#include "lib/block_checks.h"
 #include "lib/reads_o.h"
 
-static int next_chunk(int chunk, int ranks, int heads)
-{
-    return chunk < heads && chunk + ranks > heads ? heads : chunk + ranks;
-}
-
-/* Every (C, U): what numerics.md promises to be equal is equal, also where heads or tokens do not divide. */
 static void test_bits(int h, int hkv, int rope, int normed, int projected)
 {
-    static const int ranks_of[] = {1, 2, 3, 4, 8};
     run_case t = run_of(47, h, hkv, 32, 40, 1, h, UPIPE_F32);
-    run_result first, of_ranks = {0}, r;
-    f32_block in;
-    int runs = 0;
     t.shape.batch = 2;
     t.shape.rope = rope;
     t.shape.normed = normed;
     t.shape.projected = projected;
     t.tile_rows = 7;
-    block_inputs(&t.shape, 42, &in);
-    CHECK(run_block(&t, &in, &first) == UPIPE_OK);
-    for (int i = 0; i < 5; ++i) {
-        int begun = 0;
-        t.ranks = ranks_of[i];
-        /* Ulysses last, where the ranks do not divide the heads */
-        for (int chunk = t.ranks < h ? t.ranks : h; chunk <= h; chunk = next_chunk(chunk, t.ranks, h)) {
-            t.chunk = chunk;
-            if (!CHECK_SAY(run_block(&t, &in, &r) == UPIPE_OK, "C %d U %d: %s", t.ranks, chunk,
-                           r.errors[0].text))
-                continue;
-            ++runs;
-            SAME_BITS(r, first, o, &t.shape);
-            SAME_BITS(r, first, lse, &t.shape);
-            SAME_BITS(r, first, q, &t.shape);
-            if (!r.plan.kv_grads_partial) SAME_BITS(r, first, x, &t.shape);
-            if (projected) SAME_BITS(r, first, y, &t.shape);
-            if (!begun) {
-                of_ranks = r;
-                begun = 1;
-                continue;
-            }
-            SAME_BITS(r, of_ranks, wq, &t.shape);
-            if (projected) SAME_BITS(r, of_ranks, wo, &t.shape);
-            if (normed) SAME_BITS(r, of_ranks, q_norm_weight, &t.shape);
-            if (run_same_chains(&r.plan) && run_same_chains(&of_ranks.plan)) {
-                SAME_BITS(r, of_ranks, x, &t.shape);
-                SAME_BITS(r, of_ranks, wk, &t.shape);
-                SAME_BITS(r, of_ranks, wv, &t.shape);
-                if (normed) SAME_BITS(r, of_ranks, k_norm_weight, &t.shape);
-            }
-        }
-    }
-    CHECK(runs >= 6);
-}
-
-static void check_case(const run_case *t, uint64_t seed)
-{
-    f32_block in;
-    run_result r;
-    block_inputs(&t->shape, seed, &in);
-    if (CHECK_SAY(run_block(t, &in, &r) == UPIPE_OK, "%s", r.errors[0].text))
-        check_block(&t->shape, &in, &r.out);
+    check_chunks(&t);
 }
 
 static void test_against_oracle(void)
 {
+    run_result r;
     for (int dtype = 0; dtype < 2; ++dtype) {
         for (int kind = 0; kind < 8; ++kind) {
             run_case t = run_of(32, 8, 4, 32, 48, 4, 4, (upipe_dtype)dtype);
@@ -81,14 +28,14 @@ static void test_against_oracle(void)
             t.dx_apart = kind == 5;
             if (kind > 3) block_rope_own(&t.shape, kind == 5 ? 20 : 0);
             if (kind == 6) t.shape.v_dim = 40;
-            check_case(&t, (uint64_t)(100 + kind));
+            check_case(&t, (uint64_t)(100 + kind), &r);
             t.ranks = 8; /* more ranks than key/value heads */
             t.chunk = 8;
-            check_case(&t, (uint64_t)(200 + kind));
+            check_case(&t, (uint64_t)(200 + kind), &r);
             t.ranks = 2;
             t.naive = 1;
             t.chunk = 2;
-            check_case(&t, (uint64_t)(300 + kind));
+            check_case(&t, (uint64_t)(300 + kind), &r);
         }
     }
 }
@@ -108,15 +55,12 @@ static void test_rope_defaults(void)
     t.shape.rope_factor = 1;
     t.shape.rope_dims = 32;
     CHECK(run_block(&t, &in, &own) == UPIPE_OK);
-    SAME_BITS(own, theta, o, &t.shape);
-    SAME_BITS(own, theta, lse, &t.shape);
-    SAME_BITS(own, theta, q, &t.shape);
-    SAME_BITS(own, theta, x, &t.shape);
-    SAME_BITS(own, theta, wq, &t.shape);
-    SAME_BITS(own, theta, wk, &t.shape);
+    same_bits(&t.shape, &own, &theta, NULL);
 }
 
-/* What the oracle's gradients are gradients of. */
+/* ---- the oracle's own gradients ---- */
+
+/* What they are gradients of: sum(go * o), or sum(dy * y). */
 static double objective(const block_shape *s, const f64_block *in)
 {
     const int mark = buffers_n;
@@ -130,20 +74,47 @@ static double objective(const block_shape *s, const f64_block *in)
     return sum;
 }
 
-/* The oracle's own gradients: central differences of sum(go * o), or of sum(dy * y). Steps are powers of two:
- * sinks, which the oracle's attention takes in f32, are moved by them exactly. */
+/* Central differences. Steps are powers of two: sinks, which the oracle's attention takes in f32, are moved by them
+ * exactly. */
+static void check_differences(const block_shape *s, uint64_t seed)
+{
+    f32_block in;
+    f64_block in64, at;
+    block_inputs(s, seed, &in);
+    f64_block_widen(s, &in, &in64);
+    f64_block_make(s, &at);
+    f64_block_run(s, &in64, &at);
+#define DIFFERENCE(tensor)                                                                                \
+    for (int64_t n = block_count(s, #tensor), i = 0; i < n; i += 1 + n / 12) {                            \
+        const double kept = in64.tensor[i], h = 0x1p-17;                                                  \
+        double f[2], got;                                                                                 \
+        in64.tensor[i] = kept - h;                                                                        \
+        f[0] = objective(s, &in64);                                                                       \
+        in64.tensor[i] = kept + h;                                                                        \
+        f[1] = objective(s, &in64);                                                                       \
+        in64.tensor[i] = kept;                                                                            \
+        got = (f[1] - f[0]) / (2 * h);                                                                    \
+        CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7, "d %s[%d] is %.12g, differences give %.12g", #tensor, \
+                  (int)i, at.tensor[i], got);                                                             \
+    }
+    if (s->bare) DIFFERENCE(q)
+    DIFFERENCE(k)
+    DIFFERENCE(v)
+    DIFFERENCE(x)
+    BLOCK_WEIGHTS(DIFFERENCE)
+#undef DIFFERENCE
+}
+
 static void test_finite_differences(void)
 {
     static const int64_t cu_seqlens[] = {1, 4, 9, 13};
-    for (int kind = 0; kind < 9; ++kind) {
+    for (int kind = 0; kind < 10; ++kind) {
         run_case t = run_of(7, 4, 2, 8, 12, 1, 4, UPIPE_F32);
-        f32_block in;
-        f64_block in64, at;
-        int64_t i;
         t.shape.batch = 2;
-        t.shape.rope = kind % 3;
-        t.shape.normed = kind & 1;
-        t.shape.projected = kind >= 3 && kind != 6;
+        t.shape.bare = kind == 9;
+        t.shape.rope = t.shape.bare ? 0 : kind % 3;
+        t.shape.normed = kind & 1 && !t.shape.bare;
+        t.shape.projected = kind >= 3 && kind != 6 && !t.shape.bare;
         t.shape.full = kind == 4 || kind == 8;
         t.shape.v_dim = kind >= 6 ? 5 : 0;
         t.shape.window = kind == 6 || kind == 8 ? 3 : 0;
@@ -151,30 +122,24 @@ static void test_finite_differences(void)
         t.shape.cu_seqlens_n = kind >= 7 ? 3 : 0;
         t.shape.softcap = kind >= 7 ? 1.5 : 0;
         t.shape.sinks = kind >= 6;
-        t.shape.biased = kind % 2;
-        if (kind > 3) block_rope_own(&t.shape, 6);
-        block_inputs(&t.shape, 7, &in);
-        f64_block_widen(&t.shape, &in, &in64);
-        f64_block_make(&t.shape, &at);
-        f64_block_run(&t.shape, &in64, &at);
-#define DIFFERENCE(tensor)                                                                                \
-    for (i = 0; in64.tensor != NULL && i < block_count(&t.shape, #tensor);                                \
-         i += 1 + block_count(&t.shape, #tensor) / 12) {                                                  \
-        double kept = in64.tensor[i], h = 0x1p-17, f[2], got;                                             \
-        in64.tensor[i] = kept - h;                                                                        \
-        f[0] = objective(&t.shape, &in64);                                                                \
-        in64.tensor[i] = kept + h;                                                                        \
-        f[1] = objective(&t.shape, &in64);                                                                \
-        in64.tensor[i] = kept;                                                                            \
-        got = (f[1] - f[0]) / (2 * h);                                                                    \
-        CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7, "d %s[%d] is %.12g, differences give %.12g", #tensor, \
-                  (int)i, at.tensor[i], got);                                                             \
+        t.shape.biased = kind % 2 && !t.shape.bare;
+        if (kind > 3 && !t.shape.bare) block_rope_own(&t.shape, 6);
+        check_differences(&t.shape, 7);
     }
-        DIFFERENCE(x)
-        RUN_GRADIENTS(DIFFERENCE)
-#undef DIFFERENCE
+    for (int kind = 0; kind < 4; ++kind) {
+        run_case t = run_of(7, 4, kind == 3 ? 4 : 2, 8, 12, 1, 4, UPIPE_F32);
+        t.shape.projected = t.shape.gated = 1;
+        t.shape.scale = 0.3;
+        t.shape.batch = 1 + kind % 2;
+        t.shape.rope = kind % 3;
+        t.shape.normed = t.shape.biased = kind & 1;
+        t.shape.v_dim = kind >= 2 ? 5 : 0;
+        t.shape.sinks = kind == 2;
+        check_differences(&t.shape, (uint64_t)(7 + kind));
     }
 }
+
+/* ---- failures ---- */
 
 static void test_out_of_memory(int h, int hkv, int ranks, int ring, int naive, upipe_dtype dtype)
 {
@@ -232,378 +197,93 @@ static void test_saved_after_failure(int call, int reads_o)
     CHECK(at > 3);
 }
 
-typedef struct odd_rank {
-    upipe_threads *team;
-    const upipe_ops *ops;
-    int odd; /* what rank 1 does differently */
-    size_t need;
-    upipe_err errors[4];
-    upipe_status statuses[4];
-} odd_rank;
+/* What rank 1, or each, does differently. */
+enum {
+    ODD_NOTHING,
+    ODD_KV_HEADS,
+    ODD_CHUNK,
+    ODD_THETA,
+    ODD_TEAM,
+    ODD_SLAB,
+    ODD_AWAY,
+    ODD_WINDOW,
+    ODD_CU_SEQLENS,
+    ODD_SINKS,
+    ODD_CAUSAL,
+    ODD_READS_O,
+    ODD_RATES,
+    ODD_FACTOR,
+    ODD_DIMS,
+    ODD_NO_RATES
+};
 
-/* What all ranks should run. */
-static upipe_plan_desc odd_desc(void)
-{
-    upipe_plan_desc d = {
-        .tokens = 16, .ranks = 4, .heads = 16, .kv_heads = 4, .head_dim = 32, .model_dim = 16};
-    return d;
-}
-
-static upipe_status odd_body(void *user, int rank)
+static void differ(int odd, run_own *own, upipe_plan_desc *d)
 {
     static const int64_t cu_seqlens[2][3] = {{0, 7, 16}, {0, 8, 16}};
     static const double rates[17] = {1, 0.5};
-    odd_rank *o = (odd_rank *)user;
-    upipe_plan_desc d = odd_desc();
-    upipe_plan p;
-    upipe_saved save = {0};
-    upipe_ops ops = *o->ops;
-    upipe_mem mem;
-    upipe_ctx c = {0};
-    upipe_mem_block blocks[64];
-    char *slab = (char *)slab_of(o->need + 256);
-    size_t bytes;
-    float *w = f32_buf(16 * 32 * 16);
-    upipe_status s;
-    upipe_layer l = {0};
-    d.rank = rank;
-    if (rank == 1 && o->odd == 1) d.kv_heads = 8;
-    if (rank == 1 && o->odd == 2) d.chunk = 8;
-    if (rank == 1 && o->odd == 3) l.rope_theta = 500000;
-    if (o->odd >= 15) l.rope_rates = rates;
-    if (rank == 1 && o->odd == 15) l.rope_rates = rates + 1;
-    if (rank == 1 && o->odd == 16) l.rope_factor = 1.2;
-    if (rank == 1 && o->odd == 17) l.rope_dims = 16;
-    if (rank == 1 && o->odd == 18) l.rope_rates = NULL;
-    if (o->odd == 4) d.head_dim = 24;
-    if (o->odd == 5) d.ranks = 2, d.rank = rank % 2;
-    s = upipe_plan_init(&p, &d, &c.err);
-    /* rank 1 one byte short in case 7, with a guard behind */
-    bytes = o->odd == 7 && rank == 1 ? o->need - 1 : o->need;
-    memset(slab + bytes, 0x5a, 256);
-    upipe_mem_init(&mem, slab, bytes, blocks, 64);
-    l.plan = &p;
-    l.wq = l.wk = l.wv = w;
-    l.mask.causal = 1;
-    if (rank == 1 && o->odd == 10) l.mask.window = 5;
-    if (o->odd == 11)
-        l.mask.borders.cu_seqlens = rank == 1 ? cu_seqlens[1] : cu_seqlens[0],
-        l.mask.borders.cu_seqlens_n = 2;
-    if (rank == 1 && o->odd == 12) l.mask.sinks = w;
-    if (rank == 1 && o->odd == 13) l.mask.causal = 0;
-    if (o->odd == 6) l.q_norm_weight = w;
-    if (rank == 1 && o->odd == 14) ops.attn_reads_o = 1;
-    c.ops = &ops;
-    c.mem = &mem;
-    c.team = upipe_threads_comm(o->team, rank);
-    if (s == UPIPE_OK && !(o->odd == 8 && rank == 1)) {
-        upipe_view x = upipe_view_packed(w, UPIPE_F32, o->odd == 9 ? 5 : 4, 1, 16);
-        s = upipe_layer_fwd(&c, &l, &save, x);
-        if (s == UPIPE_OK) s = upipe_saved_free(&c, &save);
-        CHECK_INT(mem.live, 0);
-        if (s != UPIPE_OK) CHECK(save.out.data == NULL && save.lse == NULL);
+    const int one = own->rank == 1;
+    upipe_layer *l = &own->layer;
+    if (d != NULL) {
+        if (odd == ODD_TEAM) d->ranks = 2, d->rank %= 2;
+        if (one && odd == ODD_KV_HEADS) d->kv_heads = 8;
+        if (one && odd == ODD_CHUNK) d->chunk = 8;
+        return;
     }
-    o->errors[rank] = c.err;
-    upipe_mem_destroy(&mem, NULL);
-    for (int i = 0; i < 256; ++i) CHECK_INT(slab[bytes + (size_t)i], 0x5a);
-    return s;
-}
-
-/* The slab that the good case needs, forward alone. */
-static size_t odd_need(const upipe_ops *ops)
-{
-    upipe_dry *dry;
-    upipe_plan_desc d = odd_desc();
-    upipe_plan p;
-    upipe_saved save;
-    upipe_status s;
-    float w[1];
-    upipe_layer l = {0};
-    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
-    l.plan = &p;
-    l.wq = l.wk = l.wv = w;
-    l.mask.causal = 1;
-    dry = dry_begin(&p, ops, &s);
-    CHECK(s == UPIPE_OK);
-    CHECK(upipe_layer_fwd(&dry->ctx, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16)) == UPIPE_OK);
-    return dry->mem.need;
+    if (odd >= ODD_RATES) l->rope_rates = rates;
+    if (odd == ODD_CU_SEQLENS) l->mask.borders.cu_seqlens = cu_seqlens[one], l->mask.borders.cu_seqlens_n = 2;
+    if (!one) return;
+    if (odd == ODD_THETA) l->rope_theta = 500000;
+    if (odd == ODD_SLAB) own->slab_bytes = own->need - 1;
+    if (odd == ODD_AWAY) own->away = 1;
+    if (odd == ODD_WINDOW) l->mask.window = 5;
+    if (odd == ODD_SINKS) l->mask.sinks = own->host;
+    if (odd == ODD_CAUSAL) l->mask.causal = 0;
+    if (odd == ODD_READS_O) own->ops.attn_reads_o = 1;
+    if (odd == ODD_RATES) l->rope_rates = rates + 1;
+    if (odd == ODD_FACTOR) l->rope_factor = 1.2;
+    if (odd == ODD_DIMS) l->rope_dims = 16;
+    if (odd == ODD_NO_RATES) l->rope_rates = NULL;
 }
 
 static void test_odd_ranks(void)
 {
     static const struct {
         int odd;
-        upipe_status status[2]; /* of rank 1, of the others */
         const char *words;
+        upipe_status own, others;
     } cases[] = {
-        {0, {UPIPE_OK, UPIPE_OK}, ""},
-        {1, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "kv_heads is 4 on rank 0 and 8 on rank 1"},
-        {2, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "chunk is 4 on rank 0 and 8 on rank 1"},
-        {3, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_theta"},
-        {4, {UPIPE_ERR_UNSUPPORTED, UPIPE_ERR_UNSUPPORTED}, "head dim 24"},
-        {5, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "a plan for 2 ranks on a team of 4"},
-        {6, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "both norm weights or none"},
-        {7, {UPIPE_ERR_MEMORY, UPIPE_ERR_ABORTED}, "do not fit"},
-        {8, {UPIPE_OK, UPIPE_ERR_TIMEOUT}, "rank 1"},
-        {9, {UPIPE_ERR_ARG, UPIPE_ERR_ARG}, "x is f32 [5][1][16]"},
-        {10, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "window is 0 on rank 0 and 5 on rank 1"},
-        {11, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "cu_seqlens (hash)"},
-        {12, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "sinks is 0 on rank 0 and 1 on rank 1"},
-        {13, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "causal is 1 on rank 0 and 0 on rank 1"},
-        {14,
-         {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
-         "attn_reads_o of the compute table is 0 on rank 0 and 1"},
-        {15, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_rates (hash)"},
-        {16, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_factor is 0 on rank 0 and 1.2 on rank 1"},
-        {17, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_dims is 0 on rank 0 and 16 on rank 1"},
-        {18, {UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH}, "rope_rates (hash)"},
+        {ODD_NOTHING, "", UPIPE_OK, UPIPE_OK},
+        {ODD_KV_HEADS, "kv_heads is 4 on rank 0 and 8 on rank 1", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_CHUNK, "chunk is 4 on rank 0 and 8 on rank 1", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_THETA, "rope_theta", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_TEAM, "a plan for 2 ranks on a team of 4", UPIPE_ERR_ARG, UPIPE_ERR_ARG},
+        {ODD_SLAB, "do not fit", UPIPE_ERR_MEMORY, UPIPE_ERR_ABORTED},
+        {ODD_AWAY, "rank 1", UPIPE_OK, UPIPE_ERR_TIMEOUT},
+        {ODD_WINDOW, "window is 0 on rank 0 and 5 on rank 1", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_CU_SEQLENS, "cu_seqlens (hash)", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_SINKS, "sinks is 0 on rank 0 and 1 on rank 1", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_CAUSAL, "causal is 1 on rank 0 and 0 on rank 1", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_READS_O, "attn_reads_o of the compute table is 0 on rank 0 and 1", UPIPE_ERR_MISMATCH,
+         UPIPE_ERR_MISMATCH},
+        {ODD_RATES, "rope_rates (hash)", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_FACTOR, "rope_factor is 0 on rank 0 and 1.2 on rank 1", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_DIMS, "rope_dims is 0 on rank 0 and 16 on rank 1", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
+        {ODD_NO_RATES, "rope_rates (hash)", UPIPE_ERR_MISMATCH, UPIPE_ERR_MISMATCH},
     };
-    const upipe_ops ops = cpu_table();
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
-        upipe_threads team;
-        upipe_err e;
-        odd_rank o = {.team = &team, .ops = &ops, .odd = cases[i].odd, .need = odd_need(&ops)};
-        CHECK(upipe_threads_init(&team, 4, cases[i].odd == 8 ? 0.3 : 20, &e) == UPIPE_OK);
-        upipe_threads_run(&team, odd_body, &o, o.statuses, NULL);
-        for (int rank = 0; rank < 4; ++rank) {
-            upipe_status want = cases[i].status[rank != 1], got = o.statuses[rank];
-            /* of several that fail by themselves, the first one's abort may reach the others before their own
-             * check */
-            int ok = got == want || (want != UPIPE_OK && got == UPIPE_ERR_ABORTED);
-            CHECK_SAY(ok, "case %d rank %d: %s (%s), not %s", cases[i].odd, rank, upipe_status_name(got),
-                      o.errors[rank].text, upipe_status_name(want));
-            if (want != UPIPE_OK) CHECK_TEXT(o.errors[rank].text, cases[i].words);
-        }
-        upipe_threads_free(&team);
+        run_case t = run_of(16, 16, 4, 32, 16, 4, 0, UPIPE_F32);
+        t.differ = differ;
+        t.odd = cases[i].odd;
+        t.deadline = t.odd == ODD_AWAY ? 0.3 : 20;
+        check_differ(&t, 1, cases[i].own, cases[i].others, cases[i].words);
     }
 }
 
-/* Calls in the wrong order and tensors of the wrong size, on one rank: each has its sentence, and nothing
- * leaks. */
-static void test_misuse(void)
-{
-    enum { BYTES = 1 << 20 };
-    static const int64_t cu_seqlens[] = {0, 5, 3};
-    static const double nan_rates[16] = {1, 1, 1, NAN};
-    upipe_plan p, other_plan, ring_plan;
-    upipe_layer l = {0}, bad;
-    upipe_saved save;
-    upipe_slots dout, other;
-    upipe_grads g = {0};
-    upipe_mem mem;
-    upipe_comm team;
-    upipe_comm_self_state buf;
-    const upipe_ops ops = cpu_table();
-    upipe_ctx c = {.team = &team};
-    void *data;
-    float *w = f32_buf(64 * 64);
-    upipe_view x, heads, narrow;
-    upipe_plan_desc d = {.tokens = 8, .heads = 2, .head_dim = 32, .model_dim = 24};
-    context_pool(&c, &mem, &ops, BYTES, 32);
-    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
-    d.heads = 4;
-    CHECK(upipe_plan_init(&other_plan, &d, NULL) == UPIPE_OK);
-    d.ring = 2;
-    d.ring_rank = 1;
-    CHECK(upipe_plan_init(&ring_plan, &d, NULL) == UPIPE_OK);
-    l.plan = &p;
-    l.wq = l.wk = l.wv = l.wo = w;
-    l.mask.causal = 1;
-    CHECK(upipe_mem_alloc(&mem, &data, 8 * 24 * 4, UPIPE_USE_OTHER, "x", NULL) == UPIPE_OK);
-    memset(data, 0, 8 * 24 * 4);
-    x = upipe_view_packed(data, UPIPE_F32, 8, 1, 24);
-    narrow = upipe_view_packed(w, UPIPE_F32, 8, 1, 24);
-    heads = upipe_view_packed(w, UPIPE_F32, 8, 1, 64);
-    /* a refusal breaks the team, so each begins with a new one */
-#define REFUSED(status, words, call)               \
-    do {                                           \
-        upipe_comm_self(&team, &buf, ops.copy);    \
-        CHECK_REFUSED(call, status, c.err, words); \
-    } while (0)
-#define GOOD(call) REFUSED(UPIPE_OK, "", call)
-#define BAD(words, change) \
-    bad = l;               \
-    change;                \
-    REFUSED(UPIPE_ERR_ARG, words, upipe_layer_fwd(&c, &bad, &save, x));
-    BAD("norm_eps", bad.norm_eps = 1e-5f)
-    BAD("rope_interleaved", bad.rope_interleaved = 1)
-    BAD("rope_factor", bad.rope_factor = 1.2)
-    BAD("rope_dims", bad.rope_dims = 16)
-    BAD("7 dims of a head dim 32", (bad.rope_theta = 1e4, bad.rope_dims = 7))
-    BAD("34 dims of a head dim 32", (bad.rope_theta = 1e4, bad.rope_dims = 34))
-    BAD("factor -1.2", (bad.rope_theta = 1e4, bad.rope_factor = -1.2))
-    BAD("rate 3 is nan", bad.rope_rates = nan_rates)
-    BAD("scale inf", bad.scale = INFINITY)
-    BAD("rope theta inf", bad.rope_theta = INFINITY)
-    BAD("norm eps nan", (bad.q_norm_weight = bad.k_norm_weight = w, bad.norm_eps = NAN))
-    BAD("tile rows -1", bad.tile_rows = -1)
-    BAD("a window of -1", bad.mask.window = -1)
-    BAD("soft-cap -2", bad.mask.softcap = -2)
-    BAD("packed document 1 is [5, 3)",
-        (bad.mask.borders.cu_seqlens = cu_seqlens, bad.mask.borders.cu_seqlens_n = 2))
-    BAD("2 packed documents, cu_seqlens is NULL", bad.mask.borders.cu_seqlens_n = 2)
-    BAD("a plan for ring rank 1 of 2 on rank 0 of a ring of 1", bad.plan = &ring_plan)
-
-    GOOD(upipe_layer_fwd(&c, &l, &save, x));
-    CHECK_REFUSED(upipe_slots_gather(&c, l.plan, narrow, &save.out), UPIPE_ERR_ARG, c.err,
-                  "[8][1][64], not [8][1][24]");
-    CHECK_STATUS(upipe_slots_scatter(&c, l.plan, &save.out, narrow), UPIPE_ERR_ARG, c.err);
-    GOOD(upipe_slots_gather(&c, l.plan, heads, &save.out));
-    REFUSED(UPIPE_ERR_ARG, "upipe_layer_out_bwd was not called",
-            upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-    upipe_slots_init(&other, save.out.data, 8, 2, UPIPE_SLOT_FULL);
-    REFUSED(UPIPE_ERR_ARG, "slots of 8 bytes", upipe_layer_bwd(&c, &l, x, &g, &save, &other, x));
-    GOOD(upipe_slots_alloc(&c, l.plan, &dout, UPIPE_SLOT_EMPTY, "dout"));
-    REFUSED(UPIPE_ERR_ARG, "slot 0 of dout is not full", upipe_layer_bwd(&c, &l, x, &g, &save, &dout, x));
-    CHECK(upipe_mem_free(&mem, dout.data, NULL) == UPIPE_OK);
-    bad = l;
-    bad.plan = &other_plan;
-    REFUSED(UPIPE_ERR_ARG, "the plan says 4", upipe_layer_out_fwd(&c, &bad, x, &save));
-    g.bo = w;
-    REFUSED(UPIPE_ERR_ARG, "a gradient of bo is wanted without it",
-            upipe_layer_out_bwd(&c, &l, &g, &save, x));
-    g.bo = NULL;
-    GOOD(upipe_layer_out_bwd(&c, &l, &g, &save, x));
-    g.q_norm_weight = w;
-    REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_bwd(&c, &l, &g, &save, x));
-    CHECK(save.delta != NULL);
-    REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
-    REFUSED(UPIPE_ERR_ARG, "without a QK norm", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-    g.q_norm_weight = NULL;
-    g.sinks = w;
-    REFUSED(UPIPE_ERR_ARG, "without sinks", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-    g.sinks = NULL;
-    g.bk = w;
-    REFUSED(UPIPE_ERR_ARG, "a gradient of bk is wanted", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-    g.bk = NULL;
-    GOOD(upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-    REFUSED(UPIPE_ERR_ARG, "not there", upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-    REFUSED(UPIPE_ERR_ARG, "consumed already", upipe_layer_out_fwd(&c, &l, x, &save));
-    GOOD(upipe_saved_free(&c, &save));
-    CHECK_INT(mem.live, 8 * 24 * 4);
-#undef REFUSED
-#undef GOOD
-#undef BAD
-    CHECK(upipe_mem_free(&mem, data, NULL) == UPIPE_OK);
-    CHECK(upipe_mem_destroy(&mem, NULL) == UPIPE_OK);
-}
-
-/* What a context, or a backward, lacks is said in a sentence. */
-static void test_missing(void)
-{
-    static const char *const words[] = {"ctx->ops is NULL", "ctx->mem is NULL", "ctx->team is NULL"};
-    upipe_plan plan;
-    upipe_layer l = {0};
-    const upipe_ops ops = cpu_table();
-    upipe_comm team;
-    upipe_comm_self_state state;
-    upipe_mem mem;
-    upipe_ctx whole = {.team = &team}, c;
-    upipe_saved save = {0};
-    upipe_grads g = {0};
-    float *w = floats(64 * 64), *x_data = floats(8 * 64);
-    upipe_view x = upipe_view_packed(x_data, UPIPE_F32, 8, 1, 64);
-    int i;
-    upipe_plan_desc desc = {.tokens = 8, .heads = 2, .head_dim = 32};
-    CHECK(upipe_plan_init(&plan, &desc, NULL) == UPIPE_OK);
-    upipe_comm_self(&team, &state, ops.copy);
-    context_pool(&whole, &mem, &ops, 1 << 20, 64);
-    l.plan = &plan;
-    l.wq = l.wk = l.wv = l.wo = w;
-#define MISSING(call)                                        \
-    do {                                                     \
-        CHECK_REFUSED(call, UPIPE_ERR_ARG, c.err, words[i]); \
-        memset(&c.err, 0, sizeof c.err);                     \
-    } while (0)
-    for (i = 0; i < 3; ++i) {
-        c = whole;
-        if (i == 0) c.ops = NULL;
-        if (i == 1) c.mem = NULL;
-        if (i == 2) c.team = NULL;
-        MISSING(upipe_layer_fwd(&c, &l, &save, x));
-        MISSING(upipe_layer_bwd(&c, &l, x, &g, &save, &save.out, x));
-        MISSING(upipe_layer_out_fwd(&c, &l, x, &save));
-        MISSING(upipe_layer_out_bwd(&c, &l, &g, &save, x));
-        if (i < 2) MISSING(upipe_reduce_scatter(&c, &team, w, 64));
-        if (i < 2) MISSING(upipe_all_gather(&c, &team, w, 64, 4));
-        if (i < 2) MISSING(upipe_all_reduce(&c, &team, w, 64));
-        if (i == 2) MISSING(upipe_a2a_to_heads(&c, w, x_data, &plan, 0, UPIPE_A2A_Q, 4));
-        if (i == 2) MISSING(upipe_a2a_to_tokens(&c, w, x_data, &plan, 0, UPIPE_A2A_Q, 4));
-    }
-#undef MISSING
-    c = whole;
-    CHECK_STATUS(upipe_layer_fwd(&c, &l, &save, x), UPIPE_OK, c.err);
-    CHECK_REFUSED(upipe_layer_bwd(&c, &l, x, &g, &save, NULL, x), UPIPE_ERR_ARG, c.err,
-                  "dout, or its plan, is not there");
-    CHECK_STATUS(upipe_saved_free(&c, &save), UPIPE_OK, c.err);
-    CHECK(upipe_mem_destroy(&mem, NULL) == UPIPE_OK);
-}
-
-/* Tokens and heads divide: the plans of both ranks differ in nothing but positions. That of rank 0 is refused on rank 1
- * all the same, by every call that reads a plan. */
-static void test_foreign_plan(void)
-{
-    enum { TOKENS = 8, HEADS = 4, DIM = 32, ROWS = TOKENS / 2, MODEL = HEADS * DIM };
-    float *data = f32_buf(MODEL * MODEL);
-    int64_t gathered[2 * UPIPE_ALL_GATHER_MAX];
-    upipe_mem_block blocks[32];
-    upipe_msg list[4];
-    upipe_plan p;
-    upipe_layer l = {0};
-    upipe_qkv q = {0};
-    upipe_fpdt segments = {0};
-    upipe_fpdt_saved offloaded;
-    upipe_saved save = {0};
-    upipe_mem mem;
-    upipe_comm team;
-    const upipe_ops ops = cpu_table();
-    upipe_ctx c = {.ops = &ops, .mem = &mem, .team = &team};
-    upipe_view x = upipe_view_packed(data, UPIPE_F32, ROWS, 1, MODEL);
-    upipe_plan_desc d = {.tokens = TOKENS, .ranks = 2, .heads = HEADS, .kv_heads = HEADS, .head_dim = DIM};
-    upipe_mem_init_dry(&mem, blocks, 32);
-    upipe_comm_dry(&team, 1, 2, list, gathered);
-    CHECK_STATUS(upipe_plan_init(&p, &d, &c.err), UPIPE_OK, c.err);
-    l.plan = q.plan = &p;
-    l.wq = l.wk = l.wv = l.wo = data;
-    q.q = q.k = q.v = q.o = upipe_view_heads(x, HEADS);
-    segments.layer = l;
-    segments.desc = d;
-    segments.segments = 2;
-    segments.host = &mem;
-    for (int call = 0; call < 6; ++call) {
-        upipe_status s = call == 0   ? upipe_layer_fwd(&c, &l, &save, x)
-                         : call == 1 ? upipe_layer_out_fwd(&c, &l, x, &save)
-                         : call == 2 ? upipe_qkv_fwd(&c, &q, &save)
-                         : call == 3 ? upipe_fpdt_fwd(&c, &segments, &offloaded, data)
-                         : call == 4 ? upipe_a2a_to_heads(&c, data, data, &p, 0, UPIPE_A2A_Q, DIM * 4)
-                                     : upipe_a2a_to_tokens(&c, data, data, &p, 0, UPIPE_A2A_Q, DIM * 4);
-        CHECK_SAY(s == UPIPE_ERR_ARG, "call %d: %s", call, upipe_status_name(s));
-        CHECK_TEXT(c.err.text, "a plan for rank 0 of 2 on rank 1 of a team of 2: each rank has its own");
-        c.err.text[0] = 0;
-    }
-    CHECK_INT(mem.live, 0);
-    CHECK_INT(team.sent_bytes, 0);
-}
-
-/* Gradients are added to what lies there: a sum that begins with it, of as many more terms as tokens and heads. */
 static void test_begun(int ranks, int chunk)
 {
-    run_result empty, begun;
-    f32_block in;
     run_case t = run_of(24, 4, 2, 32, 40, ranks, chunk, UPIPE_F32);
     t.shape.projected = t.shape.biased = t.shape.normed = t.shape.sinks = 1;
-    block_inputs(&t.shape, 7, &in);
-    CHECK_STATUS(run_block(&t, &in, &empty), UPIPE_OK, empty.errors[0]);
-    t.begun = 64;
-    CHECK_STATUS(run_block(&t, &in, &begun), UPIPE_OK, begun.errors[0]);
-#define ADDED(tensor)                                                                          \
-    for (int64_t i = 0; i < block_count(&t.shape, #tensor); ++i)                               \
-        CHECK_SAY(fabsf(begun.out.tensor[i] - empty.out.tensor[i] - t.begun * (float)ranks) <= \
-                      24 * 4 * FLT_EPSILON * t.begun,                                          \
-                  #tensor " is %g, and %g where %g lay at first", (double)empty.out.tensor[i], \
-                  (double)begun.out.tensor[i], (double)t.begun);
-    RUN_GRADIENTS(ADDED)
-#undef ADDED
+    check_begun(&t, 24 * 4);
 }
 
 static upipe_ops counted; /* the table whose products are counted */
@@ -632,14 +312,11 @@ static void test_tile_products(void)
     for (size_t i = 0; i < sizeof of / sizeof *of; ++i) {
         run_case t = run_of(48, 8, 2, 32, 40, of[i][0], of[i][1], types[i % 2]);
         run_result r;
-        f32_block in;
         t.shape.projected = 1;
         t.tile_rows = 16;
         t.table = table_counted;
-        block_inputs(&t.shape, 3, &in);
         tile_products = 0;
-        if (CHECK_SAY(run_block(&t, &in, &r) == UPIPE_OK, "%s", r.errors[0].text))
-            check_block(&t.shape, &in, &r.out);
+        check_case(&t, 3, &r);
         CHECK_INT(tile_products, of[i][2] * (1 + 3));
     }
 }
@@ -648,9 +325,6 @@ int main(int argc, char **argv)
 {
     test_begin(argc, argv);
     TEST(test_tile_products());
-    TEST(test_misuse());
-    TEST(test_missing());
-    TEST(test_foreign_plan());
     TEST(test_finite_differences());
     TEST(test_bits(16, 4, 0, 0, 0));
     TEST(test_bits(8, 8, 1, 0, 1));

@@ -1,7 +1,8 @@
 /* test_mistakes.c -- what a host gets wrong: each mistake of a table has a status and a sentence, and none is silent
  *
  * A backward that is given another layer than its forward, a plan that was changed after upipe_plan_init, a null
- * pointer, shards that were not checked. A list of what is no mistake follows: these calls must go through.
+ * pointer, shards that were not checked, tensors of another shape, calls in the wrong order, at every door. A list of what
+ * is no mistake follows: these calls must go through.
  */
 #include "../upipe/net/upipe_net_threads.h"
 #include "../upipe/cpu/upipe_cpu.h"
@@ -140,6 +141,7 @@ static host *host_begin(void)
 
 static void host_end(host *h, const char *what)
 {
+    h->c.ops = &h->ops, h->c.mem = &h->mem, h->c.team = &h->team;
     CHECK_STATUS(upipe_saved_free(&h->c, &h->save), UPIPE_OK, h->c.err);
     CHECK_STATUS(upipe_linear_layer_saved_free(&h->c, &h->lin_save), UPIPE_OK, h->c.err);
     h->f.host = &h->second;
@@ -254,107 +256,133 @@ static void pack(upipe_mask *m, const int64_t *cu_seqlens)
     m->borders.cu_seqlens = cu_seqlens, m->borders.cu_seqlens_n = 2;
 }
 
-/* What is wrong, the call that must say so, and what it must say. */
-typedef struct mistake {
-    const char *name;
-    upipe_status (*make)(host *h);
+/* What must be said, and with which status; words NULL: the list is at its end. */
+typedef struct verdict {
     const char *words;
-} mistake;
+    upipe_status status;
+} verdict;
 
-#define MISTAKE(name, ...)                   \
-    static upipe_status make_##name(host *h) \
-    {                                        \
-        __VA_ARGS__;                         \
-    }
+/* A function has a list of mistakes. The n-th of them: the verdict, and the call that must give it. */
+typedef upipe_status mistakes(host *h, int n, verdict *v);
+
+#define REFUSES(code, sentence, ...)        \
+    do {                                    \
+        if (n-- == 0) {                     \
+            *v = (verdict){sentence, code}; \
+            __VA_ARGS__;                    \
+        }                                   \
+    } while (0)
+#define SAYS(sentence, ...) REFUSES(UPIPE_ERR_ARG, sentence, __VA_ARGS__)
 
 /* ---- another layer in the backward ---- */
 
-MISTAKE(layer_theta, up_to_bwd(h); h->l.rope_theta = 10000; return bwd(h))
-MISTAKE(layer_interleaved, up_to_bwd(h); h->l.rope_interleaved = 1; return bwd(h))
-MISTAKE(layer_scale, up_to_bwd(h); h->l.scale = 0.5f; return bwd(h))
-MISTAKE(layer_eps, up_to_bwd(h); h->l.norm_eps = 1e-6f; return bwd(h))
-MISTAKE(layer_causal, up_to_bwd(h); h->l.mask.causal = 0; return bwd(h))
-MISTAKE(layer_window, up_to_bwd(h); h->l.mask.window = 3; return bwd(h))
-MISTAKE(layer_softcap, up_to_bwd(h); h->l.mask.softcap = 30; return bwd(h))
-MISTAKE(layer_packed, pack(&h->l.mask, packed[0]); up_to_bwd(h); pack(&h->l.mask, packed[1]); return bwd(h))
-MISTAKE(layer_index, up_to_bwd(h); host_layer(h, 1); return bwd(h))
-MISTAKE(layer_wk, up_to_bwd(h); h->l.wk = h->l.wv; return bwd(h))
-MISTAKE(layer_norm, up_to_bwd(h); ++h->l.k_norm_weight; return bwd(h))
-MISTAKE(layer_sinks, up_to_bwd(h); ++h->l.mask.sinks; return bwd(h))
-MISTAKE(layer_bias, up_to_bwd(h); h->l.bq = h->weights; return bwd(h))
-MISTAKE(layer_id, h->l.id = 7; up_to_bwd(h); h->l.id = 8; return bwd(h))
-MISTAKE(layer_id_lost, h->l.id = 7; up_to_bwd(h); h->l.id = 0; return bwd(h))
-MISTAKE(layer_out_fwd, WELL(fwd(h)); host_layer(h, 1); return out_fwd(h))
-MISTAKE(layer_out_bwd, WELL(fwd(h)); WELL(out_fwd(h)); host_layer(h, 1); return out_bwd(h))
-MISTAKE(layer_chunk, upipe_plan other; host_plan(h, &other, 2); up_to_bwd(h); h->l.plan = &other;
-        return bwd(h))
-/* two stages of two heads either way, but other heads in them */
-MISTAKE(layer_order, upipe_plan other; upipe_plan_desc d = h->plan.desc; d.kv_heads = HEADS;
-        WELL(upipe_plan_init(&other, &d, &h->c.err)); WELL(fwd(h)); h->l.plan = &other; return out_fwd(h))
-MISTAKE(layer_wo, WELL(fwd(h)); h->l.wo = h->l.wq; return out_fwd(h))
-MISTAKE(layer_wo_bwd, WELL(fwd(h)); WELL(out_fwd(h)); h->l.wo = h->l.wq; return out_bwd(h))
-MISTAKE(layer_bo, h->l.bo = h->weights; WELL(fwd(h)); ++h->l.bo; return out_bwd(h))
-MISTAKE(layer_gated, h->l.wg = h->weights; WELL(fwd(h)); return out_fwd(h))
-MISTAKE(layer_not_gated, WELL(fwd(h)); return gated_fwd(h))
-MISTAKE(layer_wg_grad, h->g.wg = h->grads; WELL(fwd(h)); return out_bwd(h))
-MISTAKE(gated_wo, h->l.wg = h->l.wq; WELL(fwd(h)); h->l.wo = h->l.wq; return gated_fwd(h))
-MISTAKE(gated_wg, h->l.wg = h->l.wq; WELL(fwd(h)); WELL(gated_fwd(h)); h->l.wg = h->l.wo; return gated_bwd(h))
-MISTAKE(gated_layer, h->l.wg = h->l.wq; WELL(fwd(h)); WELL(gated_fwd(h)); host_layer(h, 1);
-        return gated_bwd(h))
-MISTAKE(gated_id, h->l.wg = h->l.wq; h->l.id = 3; WELL(fwd(h)); h->l.id = 4; return gated_bwd(h))
-MISTAKE(saved_of_nobody, up_to_bwd(h); memset(&h->save.given, 0, sizeof h->save.given); return bwd(h))
-MISTAKE(saved_twice, up_to_bwd(h); WELL(bwd(h)); return bwd(h))
+static upipe_status other_layer(host *h, int n, verdict *v)
+{
+    SAYS("rope_theta is not that of the forward", up_to_bwd(h); h->l.rope_theta = 10000; return bwd(h));
+    SAYS("rope_interleaved is not that of", up_to_bwd(h); h->l.rope_interleaved = 1; return bwd(h));
+    SAYS("scale is not that of", up_to_bwd(h); h->l.scale = 0.5f; return bwd(h));
+    SAYS("norm_eps is not that of", up_to_bwd(h); h->l.norm_eps = 1e-6f; return bwd(h));
+    SAYS("causal is not that of", up_to_bwd(h); h->l.mask.causal = 0; return bwd(h));
+    SAYS("window is not that of", up_to_bwd(h); h->l.mask.window = 3; return bwd(h));
+    SAYS("softcap is not that of", up_to_bwd(h); h->l.mask.softcap = 30; return bwd(h));
+    SAYS("cu_seqlens (hash) is not that of", pack(&h->l.mask, packed[0]); up_to_bwd(h);
+         pack(&h->l.mask, packed[1]); return bwd(h));
+    SAYS("wq is not where it was", up_to_bwd(h); host_layer(h, 1); return bwd(h));
+    SAYS("wk is not where it was", up_to_bwd(h); h->l.wk = h->l.wv; return bwd(h));
+    SAYS("k_norm_weight is not where it was", up_to_bwd(h); ++h->l.k_norm_weight; return bwd(h));
+    SAYS("sinks is not where it was", up_to_bwd(h); ++h->l.mask.sinks; return bwd(h));
+    SAYS("biases", up_to_bwd(h); h->l.bq = h->weights; return bwd(h));
+    SAYS("layer id 8, and 7 in the forward", h->l.id = 7; up_to_bwd(h); h->l.id = 8; return bwd(h));
+    SAYS("layer id 0, and 7 in", h->l.id = 7; up_to_bwd(h); h->l.id = 0; return bwd(h));
+    SAYS("wq is not where it was", WELL(fwd(h)); host_layer(h, 1); return out_fwd(h));
+    SAYS("wq is not where it was", WELL(fwd(h)); WELL(out_fwd(h)); host_layer(h, 1); return out_bwd(h));
+    SAYS("chunk is not that of", upipe_plan other; host_plan(h, &other, 2); up_to_bwd(h); h->l.plan = &other;
+         return bwd(h));
+    /* two stages of two heads either way, but other heads in them */
+    SAYS("another plan than in the forward", upipe_plan other; upipe_plan_desc d = h->plan.desc;
+         d.kv_heads = HEADS; WELL(upipe_plan_init(&other, &d, &h->c.err)); WELL(fwd(h)); h->l.plan = &other;
+         return out_fwd(h));
+    SAYS("wo is not where it was", WELL(fwd(h)); h->l.wo = h->l.wq; return out_fwd(h));
+    SAYS("wo is not where it was", WELL(fwd(h)); WELL(out_fwd(h)); h->l.wo = h->l.wq; return out_bwd(h));
+    SAYS("bo is not where it was", h->l.bo = h->weights; WELL(fwd(h)); ++h->l.bo; return out_bwd(h));
+    SAYS("a layer with wg", h->l.wg = h->weights; WELL(fwd(h)); return out_fwd(h));
+    SAYS("wg is NULL", WELL(fwd(h)); return gated_fwd(h));
+    SAYS("a gradient of wg is wanted without it", h->g.wg = h->grads; WELL(fwd(h)); return out_bwd(h));
+    SAYS("wo is not where it was", h->l.wg = h->l.wq; WELL(fwd(h)); h->l.wo = h->l.wq; return gated_fwd(h));
+    SAYS("wg is not where it was", h->l.wg = h->l.wq; WELL(fwd(h)); WELL(gated_fwd(h)); h->l.wg = h->l.wo;
+         return gated_bwd(h));
+    SAYS("wq is not where it was", h->l.wg = h->l.wq; WELL(fwd(h)); WELL(gated_fwd(h)); host_layer(h, 1);
+         return gated_bwd(h));
+    SAYS("layer id 4, and 3 in", h->l.wg = h->l.wq; h->l.id = 3; WELL(fwd(h)); h->l.id = 4;
+         return gated_bwd(h));
+    SAYS("not there", up_to_bwd(h); memset(&h->save.given, 0, sizeof h->save.given); return bwd(h));
+    SAYS("not there", up_to_bwd(h); WELL(bwd(h)); return bwd(h));
+    return UPIPE_OK;
+}
 
-MISTAKE(qkv_scale, WELL(qkv_fwd(h)); h->q.scale = 0.5f; return qkv_bwd(h))
-MISTAKE(qkv_causal, WELL(qkv_fwd(h)); h->q.mask.causal = 0; return qkv_bwd(h))
-MISTAKE(qkv_sinks, h->q.mask.sinks = h->weights; WELL(qkv_fwd(h)); ++h->q.mask.sinks; return qkv_bwd(h))
-MISTAKE(qkv_id, h->q.id = 1; WELL(qkv_fwd(h)); h->q.id = 2; return qkv_bwd(h))
-MISTAKE(qkv_chunk, upipe_plan other; host_plan(h, &other, 2); WELL(qkv_fwd(h)); h->q.plan = &other;
-        return qkv_bwd(h))
-MISTAKE(qkv_of_layer, WELL(fwd(h)); return qkv_bwd(h))
+static upipe_status other_call(host *h, int n, verdict *v)
+{
+    SAYS("scale is not that of", WELL(qkv_fwd(h)); h->q.scale = 0.5f; return qkv_bwd(h));
+    SAYS("causal is not that of", WELL(qkv_fwd(h)); h->q.mask.causal = 0; return qkv_bwd(h));
+    SAYS("sinks is not where it was", h->q.mask.sinks = h->weights; WELL(qkv_fwd(h)); ++h->q.mask.sinks;
+         return qkv_bwd(h));
+    SAYS("layer id 2, and 1 in", h->q.id = 1; WELL(qkv_fwd(h)); h->q.id = 2; return qkv_bwd(h));
+    SAYS("chunk is not that of", upipe_plan other; host_plan(h, &other, 2); WELL(qkv_fwd(h));
+         h->q.plan = &other; return qkv_bwd(h));
+    SAYS("not upipe_qkv_fwd's", WELL(fwd(h)); return qkv_bwd(h));
+    SAYS("rope_theta is not that of", WELL(fpdt_fwd(h)); h->f.layer.rope_theta = 10000; return fpdt_bwd(h));
+    SAYS("wv is not where it was", WELL(fpdt_fwd(h)); h->f.layer.wv = h->weights; return fpdt_bwd(h));
+    SAYS("is not that of", WELL(fpdt_fwd(h)); h->f.segments = 4; return fpdt_bwd(h));
+    SAYS("tokens is not that of", WELL(fpdt_fwd(h)); h->f.desc.tokens = 2 * TOKENS; return fpdt_bwd(h));
+    SAYS("is not that of", WELL(fpdt_fwd(h)); h->f.desc.heads = 2 * HEADS; return fpdt_bwd(h));
+    SAYS("results are not there", WELL(fpdt_fwd(h));
+         memset(&h->offloaded.given, 0, sizeof h->offloaded.given); return fpdt_bwd(h));
+    return UPIPE_OK;
+}
 
-MISTAKE(fpdt_theta, WELL(fpdt_fwd(h)); h->f.layer.rope_theta = 10000; return fpdt_bwd(h))
-MISTAKE(fpdt_weights, WELL(fpdt_fwd(h)); h->f.layer.wv = h->weights; return fpdt_bwd(h))
-MISTAKE(fpdt_segments, WELL(fpdt_fwd(h)); h->f.segments = 4; return fpdt_bwd(h))
-MISTAKE(fpdt_tokens, WELL(fpdt_fwd(h)); h->f.desc.tokens = 2 * TOKENS; return fpdt_bwd(h))
-MISTAKE(fpdt_heads, WELL(fpdt_fwd(h)); h->f.desc.heads = 2 * HEADS; return fpdt_bwd(h))
-MISTAKE(fpdt_of_nobody, WELL(fpdt_fwd(h)); memset(&h->offloaded.given, 0, sizeof h->offloaded.given);
-        return fpdt_bwd(h))
+static upipe_status other_states(host *h, int n, verdict *v)
+{
+    SAYS("w_qkv is not where it was", WELL(linear_fwd(h)); h->lin.w_qkv = h->weights + 9;
+         return linear_bwd(h));
+    SAYS("w_z is not where it was", WELL(linear_fwd(h)); h->lin.w_z = h->weights + 9; return linear_bwd(h));
+    SAYS("w_b is not where it was", WELL(linear_fwd(h)); h->lin.w_b = h->weights + 9; return linear_bwd(h));
+    SAYS("w_a is not where it was", WELL(linear_fwd(h)); h->lin.w_a = h->weights + 9; return linear_bwd(h));
+    SAYS("w_out is not where it was", WELL(linear_fwd(h)); h->lin.w_out = h->weights + 9;
+         return linear_bwd(h));
+    SAYS("conv is not where it was", WELL(linear_fwd(h)); ++h->lin.conv; return linear_bwd(h));
+    SAYS("a_log is not where it was", WELL(linear_fwd(h)); ++h->lin.a_log; return linear_bwd(h));
+    SAYS("dt_bias is not where it was", WELL(linear_fwd(h)); ++h->lin.dt_bias; return linear_bwd(h));
+    SAYS("norm_weight is not where it was", WELL(linear_fwd(h)); ++h->lin.norm_weight; return linear_bwd(h));
+    SAYS("layer id 1, and 0 in", WELL(linear_fwd(h)); ++h->lin.id; return linear_bwd(h));
+    SAYS("its key_dim is not that of", WELL(linear_fwd(h)); ++h->lin.key_dim; return linear_bwd(h));
+    SAYS("its norm_eps is not that of", WELL(linear_fwd(h)); ++h->lin.norm_eps; return linear_bwd(h));
+    SAYS("its chunk is not that of", WELL(linear_fwd(h)); h->lin.chunk = 4; return linear_bwd(h));
+    SAYS("cu_seqlens (hash) is not that of", h->lin.borders.cu_seqlens = packed[0];
+         h->lin.borders.cu_seqlens_n = 2; WELL(linear_fwd(h)); h->lin.borders.cu_seqlens = packed[1];
+         return linear_bwd(h));
+    SAYS("another plan than in the forward", upipe_plan other; host_plan(h, &other, 2); WELL(linear_fwd(h));
+         h->lin.plan = &other; return linear_bwd(h));
+    SAYS("w_z is not where it was", WELL(linear_fwd(h)); h->lin.w_z = h->weights; return linear_out_fwd(h));
+    SAYS("not there", return linear_bwd(h));
+    SAYS("not there", WELL(linear_fwd(h)); WELL(linear_bwd(h)); return linear_bwd(h));
+    SAYS("heads of its state is not that of", WELL(scanned_fwd(h)); h->scan.heads = 1; return scanned_bwd(h));
+    SAYS("size of a head's state is not that of", WELL(scanned_fwd(h)); h->scan.size = 12;
+         return scanned_bwd(h));
+    SAYS("cu_seqlens_n is not that of", WELL(scanned_fwd(h)); h->scan.borders.cu_seqlens = packed[0];
+         h->scan.borders.cu_seqlens_n = 2; return scanned_bwd(h));
+    SAYS("another plan than in the forward", upipe_plan other; host_plan(h, &other, 2); WELL(scanned_fwd(h));
+         h->scan.plan = &other; return scanned_bwd(h));
+    SAYS("the states are of no forward", return scanned_bwd(h));
+    SAYS("the states are NULL", return upipe_scan_fwd(&h->c, &h->team, &h->scan, NULL, NULL));
+    SAYS("save is NULL", return upipe_linear_layer_fwd(&h->c, &h->team, &h->lin, NULL, h->x, h->x, NULL));
+    SAYS("its plan or its rules are NULL",
+         return upipe_linear_layer_fwd(&h->c, &h->team, NULL, &h->lin_save, h->x, h->x, NULL));
+    return UPIPE_OK;
+}
 
-#define MOVED(name) MISTAKE(linear_##name, WELL(linear_fwd(h)); ++h->lin.name; return linear_bwd(h))
-#define MOVED_WEIGHT(name) \
-    MISTAKE(linear_##name, WELL(linear_fwd(h)); h->lin.name = h->weights + 9; return linear_bwd(h))
-MOVED_WEIGHT(w_qkv)
-MOVED_WEIGHT(w_z)
-MOVED_WEIGHT(w_b)
-MOVED_WEIGHT(w_a)
-MOVED_WEIGHT(w_out)
-MOVED(conv)
-MOVED(a_log)
-MOVED(dt_bias)
-MOVED(norm_weight)
-MOVED(id)
-MOVED(key_dim)
-MOVED(norm_eps)
-MISTAKE(linear_chunk, WELL(linear_fwd(h)); h->lin.chunk = 4; return linear_bwd(h))
-MISTAKE(linear_packed, h->lin.borders.cu_seqlens = packed[0]; h->lin.borders.cu_seqlens_n = 2;
-        WELL(linear_fwd(h)); h->lin.borders.cu_seqlens = packed[1]; return linear_bwd(h))
-MISTAKE(linear_plan, upipe_plan other; host_plan(h, &other, 2); WELL(linear_fwd(h)); h->lin.plan = &other;
-        return linear_bwd(h))
-MISTAKE(linear_out, WELL(linear_fwd(h)); h->lin.w_z = h->weights; return linear_out_fwd(h))
-MISTAKE(linear_of_nobody, return linear_bwd(h))
-MISTAKE(linear_twice, WELL(linear_fwd(h)); WELL(linear_bwd(h)); return linear_bwd(h))
+/* ---- documents that do not cover the tokens ---- */
 
-MISTAKE(scan_heads, WELL(scanned_fwd(h)); h->scan.heads = 1; return scanned_bwd(h))
-MISTAKE(scan_size, WELL(scanned_fwd(h)); h->scan.size = 12; return scanned_bwd(h))
-MISTAKE(scan_packed, WELL(scanned_fwd(h)); h->scan.borders.cu_seqlens = packed[0];
-        h->scan.borders.cu_seqlens_n = 2; return scanned_bwd(h))
-MISTAKE(scan_plan, upipe_plan other; host_plan(h, &other, 2); WELL(scanned_fwd(h)); h->scan.plan = &other;
-        return scanned_bwd(h))
-MISTAKE(scan_of_nobody, return scanned_bwd(h))
-MISTAKE(null_scan_states, return upipe_scan_fwd(&h->c, &h->team, &h->scan, NULL, NULL))
-MISTAKE(null_linear_save, return upipe_linear_layer_fwd(&h->c, &h->team, &h->lin, NULL, h->x, h->x, NULL))
-MISTAKE(null_linear, return upipe_linear_layer_fwd(&h->c, &h->team, NULL, &h->lin_save, h->x, h->x, NULL))
+#define UNCOVERED "do not cover the tokens [0, 8)"
 
 static const int64_t uncovered[2][2] = {{0, TOKENS - 1}, {1, TOKENS}};
 
@@ -365,332 +393,470 @@ static void leave_out(host *h, int end)
     h->f.layer.mask = h->q.mask = h->l.mask;
 }
 
-/* ---- documents that do not cover the tokens ---- */
-
-MISTAKE(uncovered_layer, leave_out(h, 0); return fwd(h))
-MISTAKE(uncovered_layer_begin, leave_out(h, 1); return fwd(h))
-MISTAKE(uncovered_bwd, h->l.mask.padded = 1; leave_out(h, 0); up_to_bwd(h); h->l.mask.padded = 0;
-        return bwd(h))
-MISTAKE(uncovered_qkv, leave_out(h, 0); return qkv_fwd(h))
-MISTAKE(uncovered_segments, leave_out(h, 1); return fpdt_fwd(h))
-MISTAKE(uncovered_linear, leave_out(h, 0); return linear_fwd(h))
-MISTAKE(uncovered_linear_begin, leave_out(h, 1); return linear_fwd(h))
-MISTAKE(uncovered_scan, leave_out(h, 1); return scanned_fwd(h))
-MISTAKE(uncovered_batch, upipe_plan_desc d = h->plan.desc; d.batch = 2; d.tokens = TOKENS / 2;
-        WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); h->l.mask.borders.cu_seqlens = packed[0];
-        h->l.mask.borders.cu_seqlens_n = 1; return fwd(h))
+static upipe_status uncovered_tokens(host *h, int n, verdict *v)
+{
+    SAYS(UNCOVERED, leave_out(h, 0); return fwd(h));
+    SAYS(UNCOVERED, leave_out(h, 1); return fwd(h));
+    SAYS(UNCOVERED, h->l.mask.padded = 1; leave_out(h, 0); up_to_bwd(h); h->l.mask.padded = 0; return bwd(h));
+    SAYS(UNCOVERED, leave_out(h, 0); return qkv_fwd(h));
+    SAYS(UNCOVERED, leave_out(h, 1); return fpdt_fwd(h));
+    SAYS(UNCOVERED, leave_out(h, 0); return linear_fwd(h));
+    SAYS(UNCOVERED, leave_out(h, 1); return linear_fwd(h));
+    SAYS(UNCOVERED, leave_out(h, 1); return scanned_fwd(h));
+    SAYS(UNCOVERED, upipe_plan_desc d = h->plan.desc; d.batch = 2; d.tokens = TOKENS / 2;
+         WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); h->l.mask.borders.cu_seqlens = packed[0];
+         h->l.mask.borders.cu_seqlens_n = 1; return fwd(h));
+    return UPIPE_OK;
+}
 
 /* ---- a plan that was changed ---- */
 
-MISTAKE(plan_heads, h->plan.desc.heads = 2 * HEADS; return fwd(h))
-MISTAKE(plan_local, h->plan.local = 2 * TOKENS; return fwd(h))
-MISTAKE(plan_rows, h->plan.rows = h->x.n = 2 * TOKENS; return fwd(h))
-MISTAKE(plan_tokens, h->plan.desc.tokens = 2 * TOKENS; return qkv_fwd(h))
-MISTAKE(plan_team_tokens, h->plan.team_tokens = 2 * TOKENS; return qkv_fwd(h))
-MISTAKE(plan_buffers, h->plan.buffers.send = 4; return qkv_fwd(h))
-MISTAKE(plan_zero, memset(&h->plan, 0, sizeof h->plan); return fwd(h))
-MISTAKE(plan_between, up_to_bwd(h); h->plan.stages = 2; return bwd(h))
-MISTAKE(plan_between_out, WELL(fwd(h)); h->plan.desc.v_dim = 2 * DIM; return out_fwd(h))
-MISTAKE(plan_dry_layer, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
-        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); h->plan.local = 1; s = upipe_dry_block(dry, &h->l, 1);
-        h->c.err = dry->ctx.err; free(dry); return s)
+#define CHANGED "the plan was changed after upipe_plan_init"
+
+static upipe_status changed_plan(host *h, int n, verdict *v)
+{
+    SAYS(CHANGED, h->plan.desc.heads = 2 * HEADS; return fwd(h));
+    SAYS(CHANGED, h->plan.local = 2 * TOKENS; return fwd(h));
+    SAYS(CHANGED, h->plan.rows = h->x.n = 2 * TOKENS; return fwd(h));
+    SAYS(CHANGED, h->plan.desc.tokens = 2 * TOKENS; return qkv_fwd(h));
+    SAYS(CHANGED, h->plan.team_tokens = 2 * TOKENS; return qkv_fwd(h));
+    SAYS(CHANGED, h->plan.buffers.send = 4; return qkv_fwd(h));
+    SAYS(CHANGED, memset(&h->plan, 0, sizeof h->plan); return fwd(h));
+    SAYS(CHANGED, up_to_bwd(h); h->plan.stages = 2; return bwd(h));
+    SAYS(CHANGED, WELL(fwd(h)); h->plan.desc.v_dim = 2 * DIM; return out_fwd(h));
+    SAYS(CHANGED, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+         WELL(upipe_dry_init(dry, &h->plan, &h->ops)); h->plan.local = 1; s = upipe_dry_block(dry, &h->l, 1);
+         h->c.err = dry->ctx.err; free(dry); return s);
+    return UPIPE_OK;
+}
 
 /* ---- NULL ---- */
 
-MISTAKE(null_layer_plan, h->l.plan = NULL; return fwd(h))
-MISTAKE(null_layer, return upipe_layer_fwd(&h->c, NULL, &h->save, h->x))
-MISTAKE(null_save, return upipe_layer_fwd(&h->c, &h->l, NULL, h->x))
-MISTAKE(null_bwd_plan, up_to_bwd(h); h->l.plan = NULL; return bwd(h))
-MISTAKE(null_bwd_layer, up_to_bwd(h);
-        return upipe_layer_bwd(&h->c, NULL, h->x, &h->g, &h->save, &h->save.out, h->x))
-MISTAKE(null_bwd_grads, up_to_bwd(h);
-        return upipe_layer_bwd(&h->c, &h->l, h->x, NULL, &h->save, &h->save.out, h->x))
-MISTAKE(null_bwd_save, up_to_bwd(h);
-        return upipe_layer_bwd(&h->c, &h->l, h->x, &h->g, NULL, &h->save.out, h->x))
-MISTAKE(null_out_plan, WELL(fwd(h)); h->l.plan = NULL; return out_fwd(h))
-MISTAKE(null_out_layer, WELL(fwd(h)); return upipe_layer_out_fwd(&h->c, NULL, h->x, &h->save))
-MISTAKE(null_out_save, return upipe_layer_out_fwd(&h->c, &h->l, h->x, NULL))
-MISTAKE(null_out_bwd_save, return upipe_layer_out_bwd(&h->c, &h->l, &h->g, NULL, h->x))
-MISTAKE(null_out_bwd_grads, WELL(fwd(h)); return upipe_layer_out_bwd(&h->c, &h->l, NULL, &h->save, h->x))
-MISTAKE(null_saved_free, return upipe_saved_free(&h->c, NULL))
-MISTAKE(null_qkv, return upipe_qkv_fwd(&h->c, NULL, &h->save))
-MISTAKE(null_qkv_plan, h->q.plan = NULL; return qkv_fwd(h))
-MISTAKE(null_qkv_save, return upipe_qkv_fwd(&h->c, &h->q, NULL))
-MISTAKE(null_qkv_bwd, WELL(qkv_fwd(h)); return upipe_qkv_bwd(&h->c, NULL, &h->qg, &h->save))
-MISTAKE(null_qkv_bwd_grads, WELL(qkv_fwd(h)); return upipe_qkv_bwd(&h->c, &h->q, NULL, &h->save))
-MISTAKE(null_qkv_bwd_save, return upipe_qkv_bwd(&h->c, &h->q, &h->qg, NULL))
-MISTAKE(null_fpdt, return upipe_fpdt_fwd(&h->c, NULL, &h->offloaded, h->rows))
-MISTAKE(null_fpdt_save, return upipe_fpdt_fwd(&h->c, &h->f, NULL, h->rows))
-MISTAKE(null_fpdt_host, h->f.host = NULL; return fpdt_fwd(h))
-MISTAKE(null_fpdt_bwd, WELL(fpdt_fwd(h));
-        return upipe_fpdt_bwd(&h->c, NULL, h->rows, &h->g, &h->offloaded, h->rows, h->rows))
-MISTAKE(null_fpdt_bwd_save, return upipe_fpdt_bwd(&h->c, &h->f, h->rows, &h->g, NULL, h->rows, h->rows))
-MISTAKE(null_fpdt_bwd_grads, WELL(fpdt_fwd(h));
-        return upipe_fpdt_bwd(&h->c, &h->f, h->rows, NULL, &h->offloaded, h->rows + TOKENS * MODEL, h->rows))
-MISTAKE(null_fpdt_free, WELL(fpdt_fwd(h)); return upipe_fpdt_free(NULL, &h->offloaded, &h->c.err))
-MISTAKE(null_fpdt_free_host, WELL(fpdt_fwd(h)); h->f.host = NULL;
-        return upipe_fpdt_free(&h->f, &h->offloaded, &h->c.err))
-MISTAKE(null_fpdt_plan, return upipe_fpdt_plan(NULL, 0, &h->plan, &h->c.err))
-MISTAKE(null_desc, return upipe_plan_init(&h->plan, NULL, &h->c.err))
-MISTAKE(null_plan, return upipe_plan_init(NULL, &h->plan.desc, &h->c.err))
-MISTAKE(null_a2a, return upipe_a2a_to_heads(&h->c, h->rows, h->rows, NULL, 0, UPIPE_A2A_Q, 4))
-MISTAKE(null_pack, return upipe_a2a_pack(&h->c, h->rows, NULL, 0, UPIPE_A2A_Q, h->q.q))
-MISTAKE(null_slots_plan, return upipe_slots_alloc(&h->c, NULL, &h->save.out, UPIPE_SLOT_FULL, "dout"))
-MISTAKE(null_slots, return upipe_slots_gather(&h->c, &h->plan, h->x, NULL))
-MISTAKE(null_slots_gather_plan, WELL(fwd(h)); return upipe_slots_gather(&h->c, NULL, h->x, &h->save.out))
-MISTAKE(null_ring, return upipe_ring_fwd(&h->c, NULL, NULL))
-MISTAKE(null_attend, return upipe_attend_fwd(&h->c, NULL, NULL, 1))
-MISTAKE(null_attend_plan, upipe_attend a; upipe_kv_block b; memset(&a, 0, sizeof a); memset(&b, 0, sizeof b);
-        return upipe_attend_bwd(&h->c, &a, &b, 1))
-MISTAKE(null_attn, return upipe_attn_fwd(&h->c, NULL))
-MISTAKE(null_attn_bwd, return upipe_attn_bwd(&h->c, NULL))
-MISTAKE(null_mlp, return upipe_mlp_fwd(&h->c, NULL, h->x, h->x))
-MISTAKE(null_mlp_grads, upipe_mlp m; memset(&m, 0, sizeof m); m.w_gate = m.w_up = m.w_down = h->weights;
-        m.hidden = 4; return upipe_mlp_bwd(&h->c, &m, h->x, NULL, h->x, h->x))
-MISTAKE(null_loss_grads, upipe_loss head; float loss; int32_t target = 0; memset(&head, 0, sizeof head);
-        return upipe_loss_bwd(&h->c, &head, h->x, NULL, &loss, h->x, &target))
-MISTAKE(null_loss, float loss; int32_t target = 0; return upipe_loss_fwd(&h->c, NULL, &loss, h->x, &target))
-MISTAKE(null_rope, return h->ops.rope(&h->c, NULL))
-MISTAKE(null_entropy, return h->ops.cross_entropy(&h->c, NULL))
-MISTAKE(null_adamw, return h->ops.adamw(&h->c, NULL))
-MISTAKE(null_fields, return upi_agree(&h->c, &h->team, NULL))
-MISTAKE(null_pool, void *out; return upipe_mem_alloc(NULL, &out, 4, UPIPE_USE_OTHER, "x", &h->c.err))
-MISTAKE(null_pool_free, return upipe_mem_free(NULL, h->rows, &h->c.err))
-MISTAKE(null_dry_table, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
-        upipe_status s = upipe_dry_init(dry, &h->plan, NULL); h->c.err = dry->ctx.err; free(dry); return s)
-MISTAKE(null_dry_layer, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
-        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_layer(dry, NULL, 1);
-        h->c.err = dry->ctx.err; free(dry); return s)
-MISTAKE(null_dry_qkv, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s; h->q.plan = NULL;
-        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_qkv(dry, &h->q); h->c.err = dry->ctx.err;
-        free(dry); return s)
-MISTAKE(null_dry_fpdt, upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
-        WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_fpdt(dry, NULL); h->c.err = dry->ctx.err;
-        free(dry); return s)
+static upipe_status null_layer(host *h, int n, verdict *v)
+{
+    SAYS("the layer or its plan is NULL", h->l.plan = NULL; return fwd(h));
+    SAYS("the layer or its plan is NULL", return upipe_layer_fwd(&h->c, NULL, &h->save, h->x));
+    SAYS("save is NULL", return upipe_layer_fwd(&h->c, &h->l, NULL, h->x));
+    SAYS("the layer or its plan is NULL", up_to_bwd(h); h->l.plan = NULL; return bwd(h));
+    SAYS("the layer or its plan is NULL", up_to_bwd(h);
+         return upipe_layer_bwd(&h->c, NULL, h->x, &h->g, &h->save, &h->save.out, h->x));
+    SAYS("grads is NULL", up_to_bwd(h);
+         return upipe_layer_bwd(&h->c, &h->l, h->x, NULL, &h->save, &h->save.out, h->x));
+    SAYS("save is NULL", up_to_bwd(h);
+         return upipe_layer_bwd(&h->c, &h->l, h->x, &h->g, NULL, &h->save.out, h->x));
+    SAYS("the layer or its plan is NULL", WELL(fwd(h)); h->l.plan = NULL; return out_fwd(h));
+    SAYS("the layer or its plan is NULL", WELL(fwd(h));
+         return upipe_layer_out_fwd(&h->c, NULL, h->x, &h->save));
+    SAYS("save is NULL", return upipe_layer_out_fwd(&h->c, &h->l, h->x, NULL));
+    SAYS("save is NULL", return upipe_layer_out_bwd(&h->c, &h->l, &h->g, NULL, h->x));
+    SAYS("grads is NULL", WELL(fwd(h)); return upipe_layer_out_bwd(&h->c, &h->l, NULL, &h->save, h->x));
+    SAYS("save is NULL", return upipe_saved_free(&h->c, NULL));
+    SAYS("tensors are NULL", return upipe_qkv_fwd(&h->c, NULL, &h->save));
+    SAYS("plan is NULL", h->q.plan = NULL; return qkv_fwd(h));
+    SAYS("save is NULL", return upipe_qkv_fwd(&h->c, &h->q, NULL));
+    SAYS("tensors are NULL", WELL(qkv_fwd(h)); return upipe_qkv_bwd(&h->c, NULL, &h->qg, &h->save));
+    SAYS("grads is NULL", WELL(qkv_fwd(h)); return upipe_qkv_bwd(&h->c, &h->q, NULL, &h->save));
+    SAYS("not upipe_qkv_fwd's", return upipe_qkv_bwd(&h->c, &h->q, &h->qg, NULL));
+    SAYS("the segments or their pool", return upipe_fpdt_fwd(&h->c, NULL, &h->offloaded, h->rows));
+    SAYS("save is NULL", return upipe_fpdt_fwd(&h->c, &h->f, NULL, h->rows));
+    SAYS("the segments or their pool", h->f.host = NULL; return fpdt_fwd(h));
+    SAYS("the segments or their pool", WELL(fpdt_fwd(h));
+         return upipe_fpdt_bwd(&h->c, NULL, h->rows, &h->g, &h->offloaded, h->rows, h->rows));
+    SAYS("save is NULL", return upipe_fpdt_bwd(&h->c, &h->f, h->rows, &h->g, NULL, h->rows, h->rows));
+    SAYS("grads is NULL", WELL(fpdt_fwd(h)); return upipe_fpdt_bwd(&h->c, &h->f, h->rows, NULL, &h->offloaded,
+                                                                   h->rows + TOKENS * MODEL, h->rows));
+    SAYS("the segments or save are NULL", WELL(fpdt_fwd(h));
+         return upipe_fpdt_free(NULL, &h->offloaded, &h->c.err));
+    SAYS("the pool is NULL", WELL(fpdt_fwd(h)); h->f.host = NULL;
+         return upipe_fpdt_free(&h->f, &h->offloaded, &h->c.err));
+    return UPIPE_OK;
+}
+
+static upipe_status null_argument(host *h, int n, verdict *v)
+{
+    SAYS("the segments are NULL", return upipe_fpdt_plan(NULL, 0, &h->plan, &h->c.err));
+    SAYS("the plan or desc is NULL", return upipe_plan_init(&h->plan, NULL, &h->c.err));
+    SAYS("the plan or desc is NULL", return upipe_plan_init(NULL, &h->plan.desc, &h->c.err));
+    SAYS("plan is NULL", return upipe_a2a_to_heads(&h->c, h->rows, h->rows, NULL, 0, UPIPE_A2A_Q, 4));
+    SAYS("plan or heads are NULL", return upipe_a2a_pack(&h->c, h->rows, NULL, 0, UPIPE_A2A_Q, h->q.q));
+    SAYS("the plan or slots are NULL",
+         return upipe_slots_alloc(&h->c, NULL, &h->save.out, UPIPE_SLOT_FULL, "dout"));
+    SAYS("slots, or its plan, is not there", return upipe_slots_gather(&h->c, &h->plan, h->x, NULL));
+    SAYS("slots, or its plan, is not there", WELL(fwd(h));
+         return upipe_slots_gather(&h->c, NULL, h->x, &h->save.out));
+    SAYS("the queries or block are NULL", return upipe_ring_fwd(&h->c, NULL, NULL));
+    SAYS("attend: plan or block is NULL", return upipe_attend_fwd(&h->c, NULL, NULL, 1));
+    SAYS("attend: plan or block is NULL", upipe_attend a; upipe_kv_block b; memset(&a, 0, sizeof a);
+         memset(&b, 0, sizeof b); return upipe_attend_bwd(&h->c, &a, &b, 1));
+    SAYS("the call is NULL", return upipe_attn_fwd(&h->c, NULL));
+    SAYS("the call is NULL", return upipe_attn_bwd(&h->c, NULL));
+    SAYS("the MLP, w_gate", return upipe_mlp_fwd(&h->c, NULL, h->x, h->x));
+    SAYS("grads is NULL", upipe_mlp m; memset(&m, 0, sizeof m); m.w_gate = m.w_up = m.w_down = h->weights;
+         m.hidden = 4; return upipe_mlp_bwd(&h->c, &m, h->x, NULL, h->x, h->x));
+    SAYS("grads is NULL", upipe_loss head; float loss; int32_t target = 0; memset(&head, 0, sizeof head);
+         return upipe_loss_bwd(&h->c, &head, h->x, NULL, &loss, h->x, &target));
+    SAYS("the head, w, losses", float loss; int32_t target = 0;
+         return upipe_loss_fwd(&h->c, NULL, &loss, h->x, &target));
+    SAYS("rope: the call is NULL", return h->ops.rope(&h->c, NULL));
+    SAYS("cross_entropy: the call is NULL", return h->ops.cross_entropy(&h->c, NULL));
+    SAYS("adamw: the call is NULL", return h->ops.adamw(&h->c, NULL));
+    SAYS("a description of 0 fields", return upi_agree(&h->c, &h->team, NULL));
+    SAYS("the pool is NULL", void *out;
+         return upipe_mem_alloc(NULL, &out, 4, UPIPE_USE_OTHER, "x", &h->c.err));
+    SAYS("the pool is NULL", return upipe_mem_free(NULL, h->rows, &h->c.err));
+    SAYS("the compute table is NULL", upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
+         upipe_status s = upipe_dry_init(dry, &h->plan, NULL); h->c.err = dry->ctx.err; free(dry); return s);
+    SAYS("the layer or its plan is NULL", upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+         WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_layer(dry, NULL, 1);
+         h->c.err = dry->ctx.err; free(dry); return s);
+    SAYS("the call or its plan is NULL", upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+         h->q.plan = NULL; WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_qkv(dry, &h->q);
+         h->c.err = dry->ctx.err; free(dry); return s);
+    SAYS("the segments are NULL", upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+         WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_fpdt(dry, NULL); h->c.err = dry->ctx.err;
+         free(dry); return s);
+    return UPIPE_OK;
+}
 
 /* ---- shards ---- */
 
-MISTAKE(zero_null, const void *w; return upipe_zero_weights_begin(&h->c, NULL, 0, &w))
-MISTAKE(zero_check_null, return upipe_zero_check(&h->c, NULL))
-MISTAKE(zero_world, const void *w; h->z.world = NULL; return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
-MISTAKE(zero_ranks, float *g; h->z.ranks = 0; return upipe_zero_grads_begin(&h->c, &h->z, 0, &g))
-MISTAKE(zero_stage, const void *w; WELL(upipe_zero_check(&h->c, &h->z)); h->z.stage = 4;
-        return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
-MISTAKE(zero_units, const void *w; h->z.first = NULL; return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
-MISTAKE(zero_unit, const void *w; return upipe_zero_weights_begin(&h->c, &h->z, UNITS, &w))
-MISTAKE(zero_weights, const void *w; h->z.weights = NULL;
-        return upipe_zero_weights_begin(&h->c, &h->z, 0, &w))
-MISTAKE(zero_grads, float *g; h->z.grads = NULL; h->z.stage = 1;
-        return upipe_zero_grads_begin(&h->c, &h->z, 2, &g))
-MISTAKE(zero_clear, h->z.grads = NULL; return upipe_zero_grads_clear(&h->c, &h->z))
-MISTAKE(zero_weights_whole, const void *w; h->z.weights = NULL; h->z.stage = 1;
-        return upipe_zero_weights_begin(&h->c, &h->z, 2, &w))
-MISTAKE(zero_weights_gather, h->z.weights = NULL; h->z.stage = 2;
-        return upipe_zero_weights_gather(&h->c, &h->z))
-MISTAKE(zero_sum_null, h->z.grads = NULL; h->z.stage = 0; return upipe_zero_grads_sum(&h->c, &h->z))
-MISTAKE(zero_sum_twice, h->z.stage = 1; WELL(upipe_zero_grads_sum(&h->c, &h->z));
-        return upipe_zero_grads_sum(&h->c, &h->z))
-MISTAKE(zero_begin_summed, float *g; h->z.stage = 0; WELL(upipe_zero_grads_sum(&h->c, &h->z));
-        return upipe_zero_grads_begin(&h->c, &h->z, 2, &g))
-MISTAKE(zero_end_other, float *g; upipe_status s; WELL(upipe_zero_grads_begin(&h->c, &h->z, 0, &g));
-        s = upipe_zero_grads_end(&h->c, &h->z, 2, g); (void)upipe_mem_free(h->c.mem, g, NULL); return s)
-MISTAKE(zero_begun_many, float *g[UPIPE_ZERO_BEGUN]; float *more; upipe_status s = UPIPE_OK; int i;
-        for (i = 0; i < UPIPE_ZERO_BEGUN; ++i) WELL(upipe_zero_grads_begin(&h->c, &h->z, 0, &g[i]));
-        s = upipe_zero_grads_begin(&h->c, &h->z, 0, &more);
-        for (i = 0; i < UPIPE_ZERO_BEGUN; ++i)(void) upipe_mem_free(h->c.mem, g[i], NULL); return s)
-MISTAKE(zero_end_foreign, return upipe_zero_grads_end(&h->c, &h->z, 2, h->grads))
-MISTAKE(zero_out, return upipe_zero_weights_begin(&h->c, &h->z, 0, NULL))
-MISTAKE(zero_sum, h->z.stage = 0; h->z.ranks = 2; return upipe_zero_grads_sum(&h->c, &h->z))
-MISTAKE(zero_gather, h->z.stage = 1; h->z.first = NULL; return upipe_zero_weights_gather(&h->c, &h->z))
+static upipe_status wrong_shards(host *h, int n, verdict *v)
+{
+    SAYS("zero or its world is NULL", const void *w; return upipe_zero_weights_begin(&h->c, NULL, 0, &w));
+    SAYS("zero or its world is NULL", return upipe_zero_check(&h->c, NULL));
+    SAYS("zero or its world is NULL", const void *w; h->z.world = NULL;
+         return upipe_zero_weights_begin(&h->c, &h->z, 0, &w));
+    SAYS("rank 0 of 0", float *g; h->z.ranks = 0; return upipe_zero_grads_begin(&h->c, &h->z, 0, &g));
+    SAYS("stage 4", const void *w; WELL(upipe_zero_check(&h->c, &h->z)); h->z.stage = 4;
+         return upipe_zero_weights_begin(&h->c, &h->z, 0, &w));
+    SAYS("do not begin at 0", const void *w; h->z.first = NULL;
+         return upipe_zero_weights_begin(&h->c, &h->z, 0, &w));
+    SAYS("unit 3 of 3", const void *w; return upipe_zero_weights_begin(&h->c, &h->z, UNITS, &w));
+    SAYS("weights is NULL", const void *w; h->z.weights = NULL;
+         return upipe_zero_weights_begin(&h->c, &h->z, 0, &w));
+    SAYS("grads is NULL", float *g; h->z.grads = NULL; h->z.stage = 1;
+         return upipe_zero_grads_begin(&h->c, &h->z, 2, &g));
+    SAYS("grads is NULL", h->z.grads = NULL; return upipe_zero_grads_clear(&h->c, &h->z));
+    SAYS("weights is NULL", const void *w; h->z.weights = NULL; h->z.stage = 1;
+         return upipe_zero_weights_begin(&h->c, &h->z, 2, &w));
+    SAYS("weights is NULL", h->z.weights = NULL; h->z.stage = 2;
+         return upipe_zero_weights_gather(&h->c, &h->z));
+    SAYS("grads is NULL", h->z.grads = NULL; h->z.stage = 0; return upipe_zero_grads_sum(&h->c, &h->z));
+    SAYS("are summed already", h->z.stage = 1; WELL(upipe_zero_grads_sum(&h->c, &h->z));
+         return upipe_zero_grads_sum(&h->c, &h->z));
+    SAYS("are summed already", float *g; h->z.stage = 0; WELL(upipe_zero_grads_sum(&h->c, &h->z));
+         return upipe_zero_grads_begin(&h->c, &h->z, 2, &g));
+    SAYS("is not what unit 2 was given", float *g; upipe_status s;
+         WELL(upipe_zero_grads_begin(&h->c, &h->z, 0, &g)); s = upipe_zero_grads_end(&h->c, &h->z, 2, g);
+         (void)upipe_mem_free(h->c.mem, g, NULL); return s);
+    SAYS("8 units have begun and not ended", float *g[UPIPE_ZERO_BEGUN]; float *more;
+         upipe_status s = UPIPE_OK; int i;
+         for (i = 0; i < UPIPE_ZERO_BEGUN; ++i) WELL(upipe_zero_grads_begin(&h->c, &h->z, 0, &g[i]));
+         s = upipe_zero_grads_begin(&h->c, &h->z, 0, &more);
+         for (i = 0; i < UPIPE_ZERO_BEGUN; ++i)(void) upipe_mem_free(h->c.mem, g[i], NULL); return s);
+    SAYS("is not what unit 2 was given", return upipe_zero_grads_end(&h->c, &h->z, 2, h->grads));
+    SAYS("the place for the result is NULL", return upipe_zero_weights_begin(&h->c, &h->z, 0, NULL));
+    SAYS("rank 0 of 2", h->z.stage = 0; h->z.ranks = 2; return upipe_zero_grads_sum(&h->c, &h->z));
+    SAYS("do not begin at 0", h->z.stage = 1; h->z.first = NULL;
+         return upipe_zero_weights_gather(&h->c, &h->z));
+    return UPIPE_OK;
+}
 
-#define CHANGED "the plan was changed after upipe_plan_init"
-#define ROW(name, words)          \
-    {                             \
-#name, make_##name, words \
+/* ---- a layer that cannot be ---- */
+
+static upipe_status wrong_layer(host *h, int n, verdict *v)
+{
+    static const int64_t descending[3] = {0, 5, 3};
+    static const double nan_rates[DIM / 2] = {1, 1, 1, NAN};
+    upipe_layer *l = &h->l;
+    upipe_plan_desc d = h->plan.desc;
+    SAYS("both norm weights or none", l->k_norm_weight = NULL; return fwd(h));
+    SAYS("norm_eps", l->q_norm_weight = l->k_norm_weight = NULL; return fwd(h));
+    SAYS("rope_interleaved", l->rope_theta = 0; l->rope_interleaved = 1; return fwd(h));
+    SAYS("rope_factor", l->rope_theta = 0; l->rope_factor = 1.2; return fwd(h));
+    SAYS("rope_dims", l->rope_theta = 0; l->rope_dims = 16; return fwd(h));
+    SAYS("7 dims of a head dim 32", l->rope_dims = 7; return fwd(h));
+    SAYS("34 dims of a head dim 32", l->rope_dims = 34; return fwd(h));
+    SAYS("factor -1.2", l->rope_factor = -1.2; return fwd(h));
+    SAYS("rate 3 is nan", l->rope_theta = 0; l->rope_rates = nan_rates; return fwd(h));
+    SAYS("scale inf", l->scale = INFINITY; return fwd(h));
+    SAYS("rope theta inf", l->rope_theta = INFINITY; return fwd(h));
+    SAYS("norm eps nan", l->norm_eps = NAN; return fwd(h));
+    SAYS("tile rows -1", l->tile_rows = -1; return fwd(h));
+    SAYS("a window of -1", l->mask.window = -1; return fwd(h));
+    SAYS("soft-cap -2", l->mask.softcap = -2; return fwd(h));
+    SAYS("packed document 1 is [5, 3)", pack(&l->mask, descending); return fwd(h));
+    SAYS("2 packed documents, cu_seqlens is NULL", pack(&l->mask, NULL); return fwd(h));
+    SAYS("x is f32 [5][1][128]", h->x.n = 5; return fwd(h));
+    SAYS("a plan for ring rank 1 of 2 on rank 0 of a ring of 1", d.ring = 2; d.ring_rank = 1;
+         WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); return fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "head dim 24", d.head_dim = d.v_dim = 24;
+            WELL(upipe_plan_init(&h->plan, &d, &h->c.err)); return fwd(h));
+    return UPIPE_OK;
+}
+
+/* ---- calls in the wrong order, and gradients that nobody can give ---- */
+
+static upipe_status bwd_of(host *h, upipe_slots *dout)
+{
+    return upipe_layer_bwd(&h->c, &h->l, h->x, &h->g, &h->save, dout, h->x);
+}
+
+static upipe_status wrong_order(host *h, int n, verdict *v)
+{
+    upipe_slots slots;
+    upipe_plan other;
+    upipe_status s;
+    upipe_view narrow = upipe_view_packed(h->rows, UPIPE_F32, TOKENS, 1, 64);
+    upipe_plan_desc d = h->plan.desc;
+    d.heads = 2 * HEADS;
+    SAYS("[8][1][128], not [8][1][64]", WELL(fwd(h));
+         return upipe_slots_gather(&h->c, &h->plan, narrow, &h->save.out));
+    SAYS("[8][1][128], not [8][1][64]", WELL(fwd(h));
+         return upipe_slots_scatter(&h->c, &h->plan, &h->save.out, narrow));
+    SAYS("upipe_layer_out_bwd was not called", WELL(fwd(h)); return bwd(h));
+    SAYS("slots of 8 bytes", WELL(fwd(h));
+         upipe_slots_init(&slots, h->save.out.data, 8, HEADS, UPIPE_SLOT_FULL); return bwd_of(h, &slots));
+    SAYS("slot 0 of dout is not full", WELL(fwd(h));
+         WELL(upipe_slots_alloc(&h->c, &h->plan, &slots, UPIPE_SLOT_EMPTY, "dout")); s = bwd_of(h, &slots);
+         upipe_mem_free(&h->mem, slots.data, NULL); return s);
+    SAYS("dout, or its plan, is not there", WELL(fwd(h)); return bwd_of(h, NULL));
+    SAYS("the plan says 8", WELL(fwd(h)); WELL(upipe_plan_init(&other, &d, &h->c.err)); h->l.plan = &other;
+         return out_fwd(h));
+    SAYS("a gradient of bo is wanted without it", h->g.bo = h->grads; WELL(fwd(h)); return out_bwd(h));
+    SAYS("consumed already", up_to_bwd(h); return out_bwd(h));
+    SAYS("consumed already", up_to_bwd(h); return out_fwd(h));
+    SAYS("consumed already", up_to_bwd(h); WELL(bwd(h)); return out_fwd(h));
+    SAYS("without a QK norm", h->l.q_norm_weight = h->l.k_norm_weight = NULL; h->l.norm_eps = 0; up_to_bwd(h);
+         h->g.q_norm_weight = h->grads; return bwd(h));
+    SAYS("without sinks", h->l.mask.sinks = NULL; up_to_bwd(h); h->g.sinks = h->grads; return bwd(h));
+    SAYS("a gradient of bk is wanted", up_to_bwd(h); h->g.bk = h->grads; return bwd(h));
+    return UPIPE_OK;
+}
+
+/* ---- the gated projection ---- */
+
+static upipe_status fail_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view a, upipe_view b, upipe_view d)
+{
+    (void)kind, (void)a, (void)b, (void)d;
+    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "this gate fails");
+}
+
+static upipe_status gated(host *h, int backward, upipe_view y, upipe_saved *save, upipe_view x)
+{
+    return backward ? upipe_layer_gated_out_bwd(&h->c, &h->l, &h->g, save, rows_at(h, 3), y, x)
+                    : upipe_layer_gated_out_fwd(&h->c, &h->l, y, save, x);
+}
+
+/* Of the forward, and once more of the backward. */
+static upipe_status wrong_gate(host *h, int n, verdict *v)
+{
+    const int back = n % 2;
+    upipe_saved none = {0}, *save = &h->save;
+    upipe_view x = h->x, y = rows_at(h, 2);
+    upipe_plan other;
+    upipe_plan_desc d = h->plan.desc;
+    n /= 2;
+    d.heads = 2 * HEADS;
+    h->l.wg = h->l.wq;
+    WELL(fwd(h));
+    SAYS("the layer or its plan is NULL", h->l.plan = NULL; return gated(h, back, y, save, x));
+    SAYS("x is f32 [8][1][129], the plan says f32 [8][1][128]", ++x.d; return gated(h, back, y, save, x));
+    SAYS("y is bf16 [8][1][128], the plan says f32 [8][1][128]", y.dtype = UPIPE_BF16;
+         return gated(h, back, y, save, x));
+    SAYS("save is NULL, or not there any more", return gated(h, back, y, NULL, x));
+    SAYS("save is NULL, or not there any more", return gated(h, back, y, &none, x));
+    SAYS("wo is NULL", h->l.wo = NULL; return gated(h, back, y, save, x));
+    SAYS("the plan says", WELL(upipe_plan_init(&other, &d, &h->c.err)); h->l.plan = &other;
+         return gated(h, back, y, save, x));
+    SAYS("layer id 3, and 0 in the forward", h->l.id = 3; return gated(h, back, y, save, x));
+    SAYS("consumed already", WELL(gated(h, 1, y, save, x)); return gated(h, back, y, save, x));
+    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", upipe_status s; h->ops.gate = fail_gate;
+            s = gated(h, back, y, save, x); CHECK(save->delta == NULL); return s);
+    return UPIPE_OK;
+}
+
+static upipe_status wrong_gate_bwd(host *h, int n, verdict *v)
+{
+    const upipe_view x = h->x, y = rows_at(h, 2);
+    upipe_view apart = x, wide = rows_at(h, 3);
+    apart.n_stride += 4;
+    ++wide.d;
+    h->l.wg = h->l.wq;
+    WELL(fwd(h));
+#define GATED_BWD(dx, dy, x) upipe_layer_gated_out_bwd(&h->c, &h->l, &h->g, &h->save, dx, dy, x)
+    SAYS("y, of stride 132, lies over x, of stride 128", return gated(h, 0, apart, &h->save, x));
+    SAYS("a layer with wg", return out_bwd(h));
+    SAYS("dx, of stride 132, lies over dy, of stride 128", return GATED_BWD(apart, x, y));
+    SAYS("dx, of stride 132, lies over x, of stride 128", return GATED_BWD(apart, y, x));
+    SAYS("dx is f32 [8][1][129]", return GATED_BWD(wide, y, x));
+    SAYS("grads is NULL", return upipe_layer_gated_out_bwd(&h->c, &h->l, NULL, &h->save, y, y, x));
+    SAYS("a gradient of bq is wanted without it", h->g.bq = h->grads; return gated_bwd(h));
+    REFUSES(UPIPE_ERR_BACKEND, "this gate fails", upipe_status s; h->ops.gate_bwd = fail_gate;
+            s = gated_bwd(h); CHECK(h->save.delta == NULL); return s);
+#undef GATED_BWD
+    return UPIPE_OK;
+}
+
+/* ---- Q, K and V of the host ---- */
+
+static upipe_status wrong_qkv(host *h, int n, verdict *v)
+{
+    upipe_qkv *q = &h->q;
+    upipe_plan_desc d = h->plan.desc;
+    d.v_dim = 40;
+    SAYS("q is NULL", q->q.data = NULL; return qkv_fwd(h));
+    SAYS("k is [8][4][32], the plan says [8][2][32]", q->k.h = 4; return qkv_fwd(h));
+    SAYS("v is [8][2][32], the plan says [8][2][40]", WELL(upipe_plan_init(&h->plan, &d, &h->c.err));
+         return qkv_fwd(h));
+    SAYS("o is [8][4][32], the plan says [8][4][40]", WELL(upipe_plan_init(&h->plan, &d, &h->c.err));
+         q->v.d = 40; return qkv_fwd(h));
+    SAYS("o is [4][4][32], the plan says [8][4][32]", q->o.n = 4; return qkv_fwd(h));
+    SAYS("scale -1", q->scale = -1; return qkv_fwd(h));
+    SAYS("window", q->mask.window = -1; return qkv_fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "q is no storage type", q->q.dtype = (upipe_dtype)2; return qkv_fwd(h));
+    SAYS("consumed before", return qkv_bwd(h));
+    SAYS("without sinks", WELL(qkv_fwd(h)); h->qg.dsinks = h->grads; return qkv_bwd(h));
+    SAYS("dk is [8][2][40]", WELL(qkv_fwd(h)); h->qg.dk.d = 40; return qkv_bwd(h));
+    SAYS("dout is NULL", WELL(qkv_fwd(h)); h->qg.dout.data = NULL; return qkv_bwd(h));
+    return UPIPE_OK;
+}
+
+/* ---- segments ---- */
+
+static upipe_status segments_bwd(host *h, float *dx, float *dout, const float *x)
+{
+    WELL(fpdt_fwd(h));
+    return upipe_fpdt_bwd(&h->c, &h->f, dx, &h->g, &h->offloaded, dout, x);
+}
+
+static upipe_status wrong_segments(host *h, int n, verdict *v)
+{
+    upipe_fpdt *f = &h->f;
+    float *x = h->rows, *dout = h->rows + 2 * TOKENS * MODEL;
+    upipe_plan p;
+    SAYS("x is NULL", return upipe_fpdt_fwd(&h->c, f, &h->offloaded, NULL));
+    SAYS("dout or dx", return segments_bwd(h, NULL, dout, x));
+    SAYS("dout or dx", return segments_bwd(h, x, NULL, x));
+    SAYS("x is NULL", return segments_bwd(h, x, dout, NULL));
+    f->layer.q_norm_weight = f->layer.k_norm_weight = NULL, f->layer.norm_eps = 0;
+    SAYS("without a QK norm", h->g.q_norm_weight = h->grads; return segments_bwd(h, x, dout, x));
+    SAYS("without a QK norm", h->g.k_norm_weight = h->grads; return segments_bwd(h, x, dout, x));
+    SAYS("delta is not there", WELL(fpdt_fwd(h));
+         return upipe_fpdt_bwd(&h->c, f, x, &h->g, &h->offloaded, h->offloaded.out, x));
+    SAYS("the slots are NULL", return upipe_fpdt_gather(&h->c, f, x, UPIPE_F32, NULL));
+    SAYS("NULL", return upipe_fpdt_gather(&h->c, f, NULL, UPIPE_F32, dout));
+    SAYS("NULL", return upipe_fpdt_scatter(&h->c, f, NULL, x, UPIPE_F32));
+    SAYS("segment 2 of 2", return upipe_fpdt_plan(f, 2, &p, &h->c.err));
+    SAYS("segment -1 of 2", return upipe_fpdt_plan(f, -1, &p, &h->c.err));
+    SAYS("8 tokens in 9 segments over 1 ranks: a segment needs a token for each rank", f->segments = 9;
+         return upipe_fpdt_plan(f, 0, &p, &h->c.err));
+    f->desc.tokens = INT64_C(1) << 32, f->segments = UPIPE_SEGMENTS_MAX + 1;
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "65537 segments, at most 65536", CHECK_INT(upipe_fpdt_out_bytes(f), 0);
+            return upipe_fpdt_plan(f, 0, &p, &h->c.err));
+    f->desc.tokens = TOKENS;
+    for (f->segments = 0; f->segments >= -1; --f->segments) {
+        CHECK_INT(upipe_fpdt_out_bytes(f), 0);
+        SAYS("8 tokens in", return fpdt_fwd(h));
+        SAYS("8 tokens in", return upipe_fpdt_gather(&h->c, f, x, UPIPE_F32, dout));
+        SAYS("8 tokens in", return upipe_fpdt_scatter(&h->c, f, dout, x, UPIPE_F32));
+        SAYS("8 tokens in", return upipe_fpdt_plan(f, 0, &p, &h->c.err));
     }
-#define UNCOVERED "do not cover the tokens [0, 8)"
-static const mistake mistakes[] = {
-    ROW(uncovered_layer, UNCOVERED),
-    ROW(uncovered_layer_begin, UNCOVERED),
-    ROW(uncovered_bwd, UNCOVERED),
-    ROW(uncovered_qkv, UNCOVERED),
-    ROW(uncovered_segments, UNCOVERED),
-    ROW(uncovered_linear, UNCOVERED),
-    ROW(uncovered_linear_begin, UNCOVERED),
-    ROW(uncovered_scan, UNCOVERED),
-    ROW(uncovered_batch, UNCOVERED),
+    return UPIPE_OK;
+}
 
-    ROW(zero_weights_whole, "weights is NULL"),
-    ROW(zero_weights_gather, "weights is NULL"),
-    ROW(zero_sum_null, "grads is NULL"),
-    ROW(zero_sum_twice, "are summed already"),
-    ROW(zero_begin_summed, "are summed already"),
-    ROW(zero_end_other, "is not what unit 2 was given"),
-    ROW(zero_begun_many, "8 units have begun and not ended"),
-    ROW(zero_end_foreign, "is not what unit 2 was given"),
+/* ---- what a context lacks, and plans of other ranks ---- */
 
-    ROW(layer_theta, "rope_theta is not that of the forward"),
-    ROW(layer_interleaved, "rope_interleaved is not that of"),
-    ROW(layer_scale, "scale is not that of"),
-    ROW(layer_eps, "norm_eps is not that of"),
-    ROW(layer_causal, "causal is not that of"),
-    ROW(layer_window, "window is not that of"),
-    ROW(layer_softcap, "softcap is not that of"),
-    ROW(layer_packed, "cu_seqlens (hash) is not that of"),
-    ROW(layer_index, "wq is not where it was"),
-    ROW(layer_wk, "wk is not where it was"),
-    ROW(layer_norm, "k_norm_weight is not where it was"),
-    ROW(layer_sinks, "sinks is not where it was"),
-    ROW(layer_bias, "biases"),
-    ROW(layer_id, "layer id 8, and 7 in the forward"),
-    ROW(layer_id_lost, "layer id 0, and 7 in"),
-    ROW(layer_out_fwd, "wq is not where it was"),
-    ROW(layer_out_bwd, "wq is not where it was"),
-    ROW(layer_chunk, "chunk is not that of"),
-    ROW(layer_order, "another plan than in the forward"),
-    ROW(layer_wo, "wo is not where it was"),
-    ROW(layer_wo_bwd, "wo is not where it was"),
-    ROW(layer_bo, "bo is not where it was"),
-    ROW(layer_gated, "a layer with wg"),
-    ROW(layer_not_gated, "wg is NULL"),
-    ROW(layer_wg_grad, "a gradient of wg is wanted without it"),
-    ROW(gated_wo, "wo is not where it was"),
-    ROW(gated_wg, "wg is not where it was"),
-    ROW(gated_layer, "wq is not where it was"),
-    ROW(gated_id, "layer id 4, and 3 in"),
-    ROW(linear_w_qkv, "w_qkv is not where it was"),
-    ROW(linear_w_z, "w_z is not where it was"),
-    ROW(linear_w_b, "w_b is not where it was"),
-    ROW(linear_w_a, "w_a is not where it was"),
-    ROW(linear_w_out, "w_out is not where it was"),
-    ROW(linear_conv, "conv is not where it was"),
-    ROW(linear_a_log, "a_log is not where it was"),
-    ROW(linear_dt_bias, "dt_bias is not where it was"),
-    ROW(linear_norm_weight, "norm_weight is not where it was"),
-    ROW(linear_id, "layer id 1, and 0 in"),
-    ROW(linear_key_dim, "its key_dim is not that of"),
-    ROW(linear_norm_eps, "its norm_eps is not that of"),
-    ROW(linear_chunk, "its chunk is not that of"),
-    ROW(linear_packed, "cu_seqlens (hash) is not that of"),
-    ROW(linear_plan, "another plan than in the forward"),
-    ROW(linear_out, "w_z is not where it was"),
-    ROW(linear_of_nobody, "not there"),
-    ROW(linear_twice, "not there"),
-    ROW(scan_heads, "heads of its state is not that of"),
-    ROW(scan_size, "size of a head's state is not that of"),
-    ROW(scan_packed, "cu_seqlens_n is not that of"),
-    ROW(scan_plan, "another plan than in the forward"),
-    ROW(scan_of_nobody, "the states are of no forward"),
-    ROW(null_scan_states, "the states are NULL"),
-    ROW(null_linear_save, "save is NULL"),
-    ROW(null_linear, "its plan or its rules are NULL"),
-    ROW(saved_of_nobody, "not there"),
-    ROW(saved_twice, "not there"),
-    ROW(qkv_scale, "scale is not that of"),
-    ROW(qkv_causal, "causal is not that of"),
-    ROW(qkv_sinks, "sinks is not where it was"),
-    ROW(qkv_id, "layer id 2, and 1 in"),
-    ROW(qkv_chunk, "chunk is not that of"),
-    ROW(qkv_of_layer, "not upipe_qkv_fwd's"),
-    ROW(fpdt_theta, "rope_theta is not that of"),
-    ROW(fpdt_weights, "wv is not where it was"),
-    ROW(fpdt_segments, "is not that of"),
-    ROW(fpdt_tokens, "tokens is not that of"),
-    ROW(fpdt_heads, "is not that of"),
-    ROW(fpdt_of_nobody, "results are not there"),
-    ROW(plan_heads, CHANGED),
-    ROW(plan_local, CHANGED),
-    ROW(plan_rows, CHANGED),
-    ROW(plan_tokens, CHANGED),
-    ROW(plan_team_tokens, CHANGED),
-    ROW(plan_buffers, CHANGED),
-    ROW(plan_zero, CHANGED),
-    ROW(plan_between, CHANGED),
-    ROW(plan_between_out, CHANGED),
-    ROW(plan_dry_layer, CHANGED),
-    ROW(null_layer_plan, "the layer or its plan is NULL"),
-    ROW(null_layer, "the layer or its plan is NULL"),
-    ROW(null_save, "save is NULL"),
-    ROW(null_bwd_plan, "the layer or its plan is NULL"),
-    ROW(null_bwd_layer, "the layer or its plan is NULL"),
-    ROW(null_bwd_grads, "grads is NULL"),
-    ROW(null_bwd_save, "save is NULL"),
-    ROW(null_out_plan, "the layer or its plan is NULL"),
-    ROW(null_out_layer, "the layer or its plan is NULL"),
-    ROW(null_out_save, "save is NULL"),
-    ROW(null_out_bwd_save, "save is NULL"),
-    ROW(null_out_bwd_grads, "grads is NULL"),
-    ROW(null_saved_free, "save is NULL"),
-    ROW(null_qkv, "tensors are NULL"),
-    ROW(null_qkv_plan, "plan is NULL"),
-    ROW(null_qkv_save, "save is NULL"),
-    ROW(null_qkv_bwd, "tensors are NULL"),
-    ROW(null_qkv_bwd_grads, "grads is NULL"),
-    ROW(null_qkv_bwd_save, "not upipe_qkv_fwd's"),
-    ROW(null_fpdt, "the segments or their pool"),
-    ROW(null_fpdt_save, "save is NULL"),
-    ROW(null_fpdt_host, "the segments or their pool"),
-    ROW(null_fpdt_bwd, "the segments or their pool"),
-    ROW(null_fpdt_bwd_save, "save is NULL"),
-    ROW(null_fpdt_bwd_grads, "grads is NULL"),
-    ROW(null_fpdt_free, "the segments or save are NULL"),
-    ROW(null_fpdt_free_host, "the pool is NULL"),
-    ROW(null_fpdt_plan, "the segments are NULL"),
-    ROW(null_desc, "the plan or desc is NULL"),
-    ROW(null_plan, "the plan or desc is NULL"),
-    ROW(null_a2a, "plan is NULL"),
-    ROW(null_pack, "plan or heads are NULL"),
-    ROW(null_slots_plan, "the plan or slots are NULL"),
-    ROW(null_slots, "slots, or its plan, is not there"),
-    ROW(null_slots_gather_plan, "slots, or its plan, is not there"),
-    ROW(null_ring, "the queries or block are NULL"),
-    ROW(null_attend, "attend: plan or block is NULL"),
-    ROW(null_attend_plan, "attend: plan or block is NULL"),
-    ROW(null_attn, "the call is NULL"),
-    ROW(null_attn_bwd, "the call is NULL"),
-    ROW(null_mlp, "the MLP, w_gate"),
-    ROW(null_mlp_grads, "grads is NULL"),
-    ROW(null_loss_grads, "grads is NULL"),
-    ROW(null_loss, "the head, w, losses"),
-    ROW(null_rope, "rope: the call is NULL"),
-    ROW(null_entropy, "cross_entropy: the call is NULL"),
-    ROW(null_adamw, "adamw: the call is NULL"),
-    ROW(null_fields, "a description of 0 fields"),
-    ROW(null_dry_table, "the compute table is NULL"),
-    ROW(null_pool, "the pool is NULL"),
-    ROW(null_pool_free, "the pool is NULL"),
-    ROW(null_dry_layer, "the layer or its plan is NULL"),
-    ROW(null_dry_qkv, "the call or its plan is NULL"),
-    ROW(null_dry_fpdt, "the segments are NULL"),
-    ROW(zero_null, "zero or its world is NULL"),
-    ROW(zero_check_null, "zero or its world is NULL"),
-    ROW(zero_world, "zero or its world is NULL"),
-    ROW(zero_ranks, "rank 0 of 0"),
-    ROW(zero_stage, "stage 4"),
-    ROW(zero_units, "do not begin at 0"),
-    ROW(zero_unit, "unit 3 of 3"),
-    ROW(zero_weights, "weights is NULL"),
-    ROW(zero_grads, "grads is NULL"),
-    ROW(zero_clear, "grads is NULL"),
-    ROW(zero_out, "the place for the result is NULL"),
-    ROW(zero_sum, "rank 0 of 2"),
-    ROW(zero_gather, "do not begin at 0"),
-};
+static upipe_status sum(host *h)
+{
+    return upipe_all_reduce(&h->c, &h->team, h->grads, 64);
+}
+
+static upipe_status scattered_sum(host *h)
+{
+    return upipe_reduce_scatter(&h->c, &h->team, h->grads, 64);
+}
+
+static upipe_status gathered(host *h)
+{
+    return upipe_all_gather(&h->c, &h->team, h->grads, 64, 4);
+}
+
+static upipe_status to_heads(host *h)
+{
+    return upipe_a2a_to_heads(&h->c, h->grads, h->rows, &h->plan, 0, UPIPE_A2A_Q, DIM * 4);
+}
+
+static upipe_status to_tokens(host *h)
+{
+    return upipe_a2a_to_tokens(&h->c, h->grads, h->rows, &h->plan, 0, UPIPE_A2A_Q, DIM * 4);
+}
+
+typedef upipe_status host_call(host *h);
+
+/* Sums are given their communicator, and what is sent has no table to ask. */
+static upipe_status missing(host *h, int n, verdict *v)
+{
+    static const char *const words[] = {"ctx->ops is NULL", "ctx->mem is NULL", "ctx->team is NULL"};
+    static host_call *const calls[] = {fwd,           bwd,      out_fwd,  out_bwd,  sum,
+                                       scattered_sum, gathered, to_heads, to_tokens};
+    const int call = n < 12 ? n / 3 : n < 18 ? 4 + (n - 12) / 2 : n - 11;
+    const int what = n < 12 ? n % 3 : n < 18 ? n % 2 : 2;
+    if (n > 19) return UPIPE_OK;
+    *v = (verdict){words[what], UPIPE_ERR_ARG};
+    if (what == 0) h->c.ops = NULL;
+    if (what == 1) h->c.mem = NULL;
+    if (what == 2) h->c.team = NULL;
+    return calls[call](h);
+}
+
+/* Tokens and heads divide: the plans of both ranks differ in nothing but positions. That of rank 0 is refused on rank 1
+ * all the same, by every call that reads a plan. */
+static upipe_status foreign_plan(host *h, int n, verdict *v)
+{
+    static host_call *const calls[] = {fwd, out_fwd, qkv_fwd, fpdt_fwd, to_heads, to_tokens};
+    static int64_t gathered[2 * UPIPE_ALL_GATHER_MAX];
+    static upipe_msg list[4];
+    upipe_plan_desc d = h->plan.desc;
+    upipe_status s;
+    if (n > 5) return UPIPE_OK;
+    *v = (verdict){"a plan for rank 0 of 2 on rank 1 of a team of 2: each rank has its own", UPIPE_ERR_ARG};
+    d.ranks = 2, d.chunk = 2;
+    WELL(upipe_plan_init(&h->plan, &d, &h->c.err));
+    h->f.desc = d;
+    h->x.n = h->q.q.n = h->q.k.n = h->q.v.n = h->q.o.n = h->plan.rows;
+    upipe_comm_dry(&h->team, 1, 2, list, gathered);
+    s = calls[n](h);
+    CHECK_INT(h->team.sent_bytes, 0);
+    return s;
+}
+
+/* ---- all of them ---- */
 
 static void test_table(void)
 {
-    size_t i;
-    for (i = 0; i < sizeof mistakes / sizeof *mistakes; ++i) {
-        host *h = host_begin();
-        upipe_status s;
-        memset(&h->c.err, 0, sizeof h->c.err);
-        s = mistakes[i].make(h);
-        CHECK_SAY(s == UPIPE_ERR_ARG && h->c.err.status == s &&
-                      strstr(h->c.err.text, mistakes[i].words) != NULL,
-                  "%s: %s (%s), not \"%s\"", mistakes[i].name, upipe_status_name(s), h->c.err.text,
-                  mistakes[i].words);
-        host_end(h, mistakes[i].name);
-    }
+    static const struct {
+        mistakes *list;
+        int breaks; /* a pass that is refused breaks the team */
+    } lists[] = {{other_layer, 1},  {other_call, 1},     {other_states, 0},  {uncovered_tokens, 0},
+                 {changed_plan, 0}, {null_layer, 0},     {null_argument, 0}, {wrong_shards, 0},
+                 {wrong_layer, 1},  {wrong_order, 0},    {wrong_gate, 1},    {wrong_gate_bwd, 1},
+                 {wrong_qkv, 1},    {wrong_segments, 0}, {missing, 0},       {foreign_plan, 0}};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; ++i)
+        for (int n = 0;; ++n) {
+            host *h = host_begin();
+            verdict v = {0};
+            upipe_status s;
+            memset(&h->c.err, 0, sizeof h->c.err);
+            s = lists[i].list(h, n, &v);
+            if (v.words != NULL)
+                CHECK_SAY(s == v.status && h->c.err.status == s && strstr(h->c.err.text, v.words) != NULL,
+                          "list %zu, mistake %d: %s (%s), not %s \"%s\"", i, n, upipe_status_name(s),
+                          h->c.err.text, upipe_status_name(v.status), v.words);
+            CHECK(v.words == NULL || !lists[i].breaks || h->state.failure.status != UPIPE_OK);
+            host_end(h, v.words != NULL ? v.words : "no mistake");
+            if (v.words == NULL) break;
+        }
 }
 
 /* ---- what is no mistake ---- */
@@ -761,6 +927,34 @@ static void well_recomputed(host *h)
     WELL(qkv_bwd(h));
 }
 
+static void well_not_wanted(host *h)
+{
+    WELL(qkv_fwd(h));
+    h->qg.dq.data = NULL;
+    WELL(qkv_bwd(h));
+    CHECK_INT(h->mem.live, 0);
+}
+
+/* A refusal breaks the team, and leaves what the forward has saved: another team goes on. */
+static void well_again(host *h)
+{
+    h->l.wg = h->l.wq;
+    WELL(fwd(h));
+    h->ops.gate_bwd = fail_gate;
+    CHECK(gated_bwd(h) == UPIPE_ERR_BACKEND);
+    upipe_cpu_ops(&h->ops);
+    upipe_comm_self(&h->team, &h->state, h->ops.copy);
+    WELL(gated_bwd(h));
+    WELL(bwd(h));
+    WELL(upipe_saved_free(&h->c, &h->save));
+    WELL(qkv_fwd(h));
+    h->qg.dk.d = 40;
+    CHECK(qkv_bwd(h) == UPIPE_ERR_ARG);
+    h->qg.dk.d = DIM;
+    upipe_comm_self(&h->team, &h->state, h->ops.copy);
+    WELL(qkv_bwd(h));
+}
+
 static void well_segments(host *h)
 {
     upipe_fpdt copy = h->f;
@@ -801,8 +995,9 @@ typedef void well(host *h);
 
 static void test_well(void)
 {
-    static well *const cases[] = {well_padded,     well_moved,    well_own_structs,   well_copied,
-                                  well_recomputed, well_segments, well_without_world, well_without_context};
+    static well *const cases[] = {well_padded,        well_moved,          well_own_structs, well_copied,
+                                  well_recomputed,    well_not_wanted,     well_again,       well_segments,
+                                  well_without_world, well_without_context};
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
         host *h = host_begin();

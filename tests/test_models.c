@@ -1,16 +1,21 @@
 /* test_models.c -- the table of families: its rows, and the page that is printed from it
  *
- *     test_models docs/models.md            checks, the page too
- *     test_models > docs/models.md          prints the page
+ *     test_models tests/cases/published.json docs/models.md          checks, the page too
+ *     test_models tests/cases/published.json > docs/models.md        prints the page
+ *
+ * published.json has the config.json of models that people extend, written down after what their makers published: cases
+ * that test_files tries.
  */
 #define PROGRAM "train"
 #include "lib/test.h"
 
+#include "lib/cases.h"
 #include "lib/page.h"
-#include "lib/published.h"
 
 #include "examples/llama/files/config_write.h"
 #include "examples/plan/preset.h"
+
+#define COMMAND "build/gcc/tests/test_models tests/cases/published.json > docs/models.md"
 
 /* ---- the rows ---- */
 
@@ -70,44 +75,9 @@ static void test_presets(void)
     }
 }
 
-/* Reads a published file, without the keys that are named. */
-static int published_read(int i, const char *ignored, upipe_err *err)
-{
-    char path[] = "test_published.json", words[200], *at = words;
-    text_list keys = {0, {0}};
-    llama_config c;
-    FILE *f = fopen(path, "w");
-    int status;
-    CHECK(f != NULL && fputs(published[i].text, f) >= 0 && fclose(f) == 0);
-    snprintf(words, sizeof words, "%s", ignored);
-    while (*at != '\0') {
-        keys.at[keys.n++] = at;
-        at += strcspn(at, " ");
-        if (*at != '\0') *at++ = '\0';
-    }
-    status = llama_config_read(&c, NULL, path, &keys, err);
-    unlink(path);
-    return status;
-}
-
-/* Published files are read, where it takes flags with those alone. */
-static void test_published(void)
-{
-    upipe_err err;
-    int i;
-    for (i = 0; i < (int)PUBLISHED; ++i) {
-        const char *const ignored = published[i].ignored;
-        const int status = published_read(i, "", &err);
-        CHECK_SAY((status == 0) == (ignored != NULL && ignored[0] == '\0'), "%s: %s", published[i].name,
-                  err.text);
-        if (ignored == NULL)
-            CHECK_TEXT(err.text, "is not built; docs/models.md has those that are");
-        else
-            CHECK_SAY(published_read(i, ignored, &err) == 0, "%s: %s", published[i].name, err.text);
-    }
-}
-
 /* ---- the page ---- */
+
+static json_t *published; /* cases of test_files: each group is a model, of one case */
 
 static void print_keys(FILE *f, const char *words)
 {
@@ -175,25 +145,31 @@ static void print_defaults(FILE *f, const llama_family *one)
 /* What of the published files is read. */
 static void print_published(FILE *f)
 {
-    int i, plain = 0, flags = 0;
-    for (i = 0; i < (int)PUBLISHED; ++i) {
-        plain += published[i].ignored != NULL && published[i].ignored[0] == '\0';
-        flags += published[i].ignored != NULL && published[i].ignored[0] != '\0';
+    const char *name;
+    json_t *group;
+    size_t k, all = 0, plain = 0, flags = 0;
+    json_object_foreach(published, name, group)
+    {
+        all += json_is_array(group);
+        plain += json_is_object(json_array_get(json_array_get(group, 0), 2));
+        flags += json_is_array(json_array_get(json_array_get(group, 0), 3));
     }
     fprintf(
         f,
-        "\n## Published files\n\nOf %d files as people download them, in [published.h](../tests/lib/published.h), %d are "
-        "read without a flag, %d with\n`--ignore-key`, and %d are refused, as the model is not built.\n\n"
+        "\n## Published files\n\nOf %zu files as people download them, in [published.json](../tests/cases/published.json), %zu are\n"
+        "read without a flag, %zu with `--ignore-key`, and %zu are refused, as the model is not built.\n\n"
         "| `config.json` of | it takes |\n|---|---|\n",
-        (int)PUBLISHED, plain, flags, (int)PUBLISHED - plain - flags);
-    for (i = 0; i < (int)PUBLISHED; ++i) {
-        fprintf(f, "| %s | ", published[i].name);
-        if (published[i].ignored == NULL)
-            fputs("refused", f);
-        else if (published[i].ignored[0] == '\0')
-            fputs("nothing", f);
-        else
-            fputs("`--ignore-key` ", f), print_keys(f, published[i].ignored);
+        all, plain, flags, all - plain - flags);
+    json_object_foreach(published, name, group)
+    {
+        const json_t *const one = json_array_get(group, 0), *const keys = json_array_get(one, 3);
+        if (one == NULL) continue;
+        fprintf(f, "| %s | %s", name,
+                keys != NULL                             ? "`--ignore-key` "
+                : json_is_object(json_array_get(one, 2)) ? "nothing"
+                                                         : "refused");
+        for (k = 0; k < json_array_size(keys); ++k)
+            fprintf(f, "%s`%s`", k > 0 ? ", " : "", json_string_value(json_array_get(keys, k)));
         fputs(" |\n", f);
     }
 }
@@ -204,8 +180,9 @@ static void print_page(FILE *f)
     fputs(
         "# Models\n\n"
         "Which models `train --load` and `logits --load` read, and `--save` writes again, from the table in\n"
-        "[families.h](../examples/llama/model/families.h). A new family is a row there; `test_models > docs/models.md`\n"
-        "prints this page. [checkpoints.md](checkpoints.md) says how a folder is read and what is refused.\n\n"
+        "[families.h](../examples/llama/model/families.h). A new family is a row there;\n"
+        "`test_models tests/cases/published.json > docs/models.md` prints this page. [checkpoints.md](checkpoints.md) says\n"
+        "how a folder is read and what is refused.\n\n"
         "A layer is that of a Llama: RMS norm, attention with RoPE, RMS norm, an MLP with SiLU and a gate. The families\n"
         "differ in what the table says. Biases are those that `attention_bias` gives. Types of RoPE are default, linear,\n"
         "dynamic, llama3, yarn and longrope. Tensors are named as in `transformers`; what a family stores as one tensor\n"
@@ -260,13 +237,18 @@ static void print_page(FILE *f)
 int main(int argc, char **argv)
 {
     if (argc < 2) {
-        print_page(stdout);
-        return 0;
+        fprintf(stderr, "usage: %s tests/cases/published.json [docs/models.md]\n", argv[0]);
+        return 2;
     }
-    test_begin(argc - 1, argv + 1);
+    published = cases_load(argv[1]);
+    if (argc < 3) {
+        print_page(stdout);
+        return test_failures != 0;
+    }
+    test_begin(argc - 2, argv + 2);
     TEST(test_rows());
     TEST(test_presets());
-    TEST(test_published());
-    TEST_OF("page", page_check(argv[1], print_page, "build/gcc/tests/test_models > docs/models.md"));
+    TEST_OF("page", page_check(argv[2], print_page, COMMAND));
+    json_decref(published);
     return test_end("models");
 }

@@ -1,11 +1,16 @@
-/* test_property -- random blocks on random teams and rings: refused exactly as documented, or right to the
- * tolerance rule, with peaks and bytes sent equal to the plan's (lib/runner.h) and bits equal to another chunk's
- * and another team's
+/* test_property -- random attention on random teams and rings: refused exactly as documented, or right to the tolerance
+ * rule, with peaks and bytes sent equal to the plan's (lib/runner.h) and bits equal to another chunk's and another team's
  *
- * Draws are lib/draw.h's; a failing one prints the line that replays it.
+ * Blocks with their projections, and Q, K and V of the host (upipe_qkv.h): fused or apart with gaps, in the storage type or
+ * wider, gradients in the place of what they are gradients of. There NaNs in one packed sequence, or in padding, change no
+ * bit of another. Draws are lib/draw.h's; a failing one prints the line that replays it.
  */
+#include "lib/block_checks.h"
 #include "lib/draw.h"
-#include "lib/close.h"
+
+typedef struct counts {
+    long legal, compared, more, overlapped, reading, in_place, apart;
+} counts;
 
 /* Heads or lengths that do not divide, a ring, or a mask: what is more than the plain case. */
 static int is_more(const run_case *t)
@@ -15,39 +20,8 @@ static int is_more(const run_case *t)
            s->cu_seqlens != NULL || s->softcap > 0 || s->sinks || s->v_dim > 0;
 }
 
-#define SAME(tensor) \
-    if (a->out.tensor != NULL) SAME_BITS(*a, *b, tensor, s)
-
-/* What is equal for every chunk and every team over the same ring; then for every chunk of one team. */
-static void same(const run_case *t, const run_result *a, const run_result *b, int same_ranks)
-{
-    /* a head's queries on one rank of the team: no sum of parts */
-    int whole = !a->plan.kv_grads_partial && !b->plan.kv_grads_partial;
-    int chains = run_same_chains(&a->plan) && run_same_chains(&b->plan);
-    const block_shape *s = &t->shape;
-    SAME(o);
-    SAME(lse);
-    SAME(y);
-    SAME(q);
-    if (chains && (whole || same_ranks)) SAME(x);
-    if (!same_ranks) return;
-    SAME(wq);
-    SAME(wo);
-    SAME(q_norm_weight);
-    SAME(sinks);
-    SAME(bq);
-    SAME(bo);
-    if (!chains) return;
-    SAME(bk);
-    SAME(bv);
-    SAME(wk);
-    SAME(wv);
-    SAME(k_norm_weight);
-}
-#undef SAME
-
-/* Ulysses on the same team, or one rank alone in each team; the ring, if any, as it was. Returns whether it
- * was legal. */
+/* Ulysses on the same team, or one rank alone in each team; the ring, if any, as it was, and the host's tensors apart.
+ * Returns whether it was legal. */
 static int compare(const run_case *t, const f32_block *in, const run_result *r, int alone)
 {
     run_case u = *t;
@@ -55,64 +29,129 @@ static int compare(const run_case *t, const f32_block *in, const run_result *r, 
     upipe_status status;
     u.chunk = t->shape.h;
     u.tile_rows = 0;
-    u.overlap = 0;
+    u.overlap = u.fused = u.wide = u.in_place = 0;
     u.ring_mode = t->ring > 1 ? r->plan.desc.ring_mode : UPIPE_RING_AUTO;
     u.table = NULL; /* nor does it matter whether attention reads O */
     if (alone) u.ranks = 1;
     status = run_block(&u, in, &other);
     CHECK_SAY(status == expected(&u), "with C %d U %d: %s (%s)", u.ranks, u.chunk, upipe_status_name(status),
               other.errors[0].text);
-    if (status == UPIPE_OK) same(t, r, &other, u.ranks == t->ranks);
+    if (status == UPIPE_OK) check_promised(&t->shape, r, &other);
     return status == UPIPE_OK;
 }
 
-static void test_random(test_draws draws)
+/* ---- what is not a number ---- */
+
+/* Rows of one packed sequence, or (-1) of what lies outside of all, become x. */
+static void put_rows(const block_shape *s, int which, float *tensor, const char *name, float x)
 {
-    long legal = 0, compared = 0, more = 0, overlapped = 0, reading = 0;
-    for (; test_draws_more(&draws); ++draws.done) {
-        long failures = test_failures, seed = draws.seed + draws.done;
-        test_rng rng;
-        drawn d;
-        run_result r;
-        f32_block in;
-        upipe_status status;
-        rng.state = (uint64_t)seed;
-        draw(&rng, &d);
-        d.t.expect_failure = expected(&d.t) != UPIPE_OK;
-        block_inputs(&d.t.shape, (uint64_t)seed, &in);
-        status = run_block(&d.t, &in, &r);
-        CHECK_SAY(status == expected(&d.t), "%s (%s), expected %s", upipe_status_name(status),
-                  r.errors[0].text, upipe_status_name(expected(&d.t)));
-        if (status == UPIPE_OK) {
-            ++legal;
-            more += is_more(&d.t);
-            overlapped += r.plan.overlap;
-            reading += d.t.table != NULL;
-            check_block(&d.t.shape, &in, &r.out);
-            if (seed % 2 == 0 && d.t.shape.dtype == UPIPE_F32)
-                compared += compare(&d.t, &in, &r, seed % 4 == 0);
-        }
-        buffers_free(0);
-        if (test_shown_since(failures)) say_replay(&d.t, seed);
+    const int64_t n = s->cu_seqlens_n, *cu = s->cu_seqlens, count = block_count(s, name);
+    for (int64_t e = 0; e < count; ++e) {
+        const int64_t at = e / (count / (s->batch * s->tokens));
+        if (which < 0 ? at < cu[0] || at >= cu[n] : at >= cu[which] && at < cu[which + 1]) tensor[e] = x;
     }
+}
+
+/* NaNs in one packed sequence, or in padding, change no bit of the others. */
+static void nan_apart(const run_case *t, const f32_block *in, int which)
+{
+    const block_shape *s = &t->shape;
+    run_result of[2];
+    for (int bad = 0; bad < 2; ++bad) {
+        f32_block inputs = *in, *out = &of[bad].out;
+#define PUT(tensor)                                                                                \
+    inputs.tensor = (float *)copy_of(in->tensor, (size_t)block_count(s, #tensor) * sizeof(float)); \
+    put_rows(s, which, inputs.tensor, #tensor, bad ? NAN : 0);
+        PUT(q)
+        PUT(k)
+        PUT(v)
+        PUT(dout)
+#undef PUT
+        CHECK_STATUS(run_block(t, &inputs, &of[bad]), UPIPE_OK, of[bad].errors[0]);
+#define CLEAR(tensor) \
+    if (which >= 0) put_rows(s, which, out->tensor, #tensor, 0); /* its own rows may hold anything */
+        CLEAR(o)
+        CLEAR(lse)
+        CLEAR(q)
+        CLEAR(k)
+        CLEAR(v)
+#undef CLEAR
+    }
+    same_bits(s, &of[0], &of[1], which < 0 ? "o lse q sinks" : "o lse q");
+    if (run_same_chains(&of[0].plan)) same_bits(s, &of[0], &of[1], "k v");
+}
+
+/* ---- a draw ---- */
+
+static void one_draw(long seed, int bare, counts *n)
+{
+    const long failures = test_failures;
+    test_rng rng;
+    drawn d;
+    run_case *t = &d.t;
+    run_result r;
+    f32_block in;
+    upipe_status status;
+    rng.state = (uint64_t)seed;
+    draw(&rng, &d);
+    if (bare) draw_bare(&rng, &d);
+    t->expect_failure = expected(t) != UPIPE_OK;
+    block_inputs(&t->shape, (uint64_t)seed, &in);
+    status = run_block(t, &in, &r);
+    CHECK_SAY(status == expected(t), "%s (%s), expected %s", upipe_status_name(status), r.errors[0].text,
+              upipe_status_name(expected(t)));
+    if (status == UPIPE_OK) {
+        ++n->legal;
+        n->more += is_more(t);
+        n->overlapped += r.plan.overlap;
+        n->reading += t->table != NULL;
+        n->in_place += t->in_place;
+        check_block(&t->shape, &in, &r.out);
+        if (seed % 2 == 0 && t->shape.dtype == UPIPE_F32) n->compared += compare(t, &in, &r, seed % 4 == 0);
+        if (bare && t->shape.cu_seqlens != NULL) {
+            ++n->apart;
+            nan_apart(t, &in, test_below(&rng, (int)t->shape.cu_seqlens_n + 1) - 1);
+        }
+    }
+    buffers_free(0);
+    if (test_shown_since(failures)) say_replay(t, seed);
+}
+
+static void all_draws(int bare)
+{
+    test_draws draws = test_draws_begin(1);
+    counts n = {0};
+    for (; test_draws_more(&draws); ++draws.done) one_draw(draws.seed + draws.done, bare, &n);
     test_draws_end(&draws);
     printf(
         "%ld legal, %ld of them with a ring, a mask or what does not divide, %ld with stages that overlap, %ld with an "
-        "attention that reads O\n",
-        legal, more, overlapped, reading);
-    if (draws.done >= 100) {
-        CHECK_SAY(compared * 8 > legal, "bits of only %ld of %ld were compared", compared, legal);
-        CHECK_SAY(legal * 3 > draws.done, "only %ld of %ld draws were legal", legal, draws.done);
-        CHECK_SAY(overlapped * 16 > legal, "stages of only %ld of %ld overlap", overlapped, legal);
-        CHECK_SAY(reading * 6 > legal, "attention of only %ld of %ld reads O", reading, legal);
-        CHECK_SAY(more * 2 > legal, "only %ld of %ld are more than the plain case", more, legal);
-    }
+        "attention that reads O, %ld with gradients in place; bits of %ld compared, NaNs in %ld\n",
+        n.legal, n.more, n.overlapped, n.reading, n.in_place, n.compared, n.apart);
+    if (draws.done < 100) return;
+    CHECK_SAY(n.legal * 3 > draws.done, "only %ld of %ld draws were legal", n.legal, draws.done);
+    CHECK_SAY(n.compared * 8 > n.legal, "bits of only %ld of %ld were compared", n.compared, n.legal);
+    CHECK_SAY(n.overlapped * 16 > n.legal, "stages of only %ld of %ld overlap", n.overlapped, n.legal);
+    CHECK_SAY(n.reading * 6 > n.legal, "attention of only %ld of %ld reads O", n.reading, n.legal);
+    CHECK_SAY(n.more * 2 > n.legal, "only %ld of %ld are more than the plain case", n.more, n.legal);
+    if (!bare) return;
+    CHECK_SAY(n.in_place * 6 > n.legal, "only %ld of %ld in place", n.in_place, n.legal);
+    CHECK_SAY(n.apart * 16 > n.legal, "NaNs in only %ld of %ld", n.apart, n.legal);
+}
+
+static void test_blocks(void)
+{
+    all_draws(0);
+}
+
+static void test_qkv(void)
+{
+    all_draws(1);
 }
 
 int main(int argc, char **argv)
 {
-    test_draws draws = test_draws_begin(1);
     test_begin(argc, argv);
-    TEST(test_random(draws));
+    TEST(test_blocks());
+    TEST(test_qkv());
     return test_end("property");
 }

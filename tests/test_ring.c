@@ -4,8 +4,7 @@
  *
  * Random ones: test_property.
  */
-#include "lib/runner.h"
-#include "lib/close.h"
+#include "lib/block_checks.h"
 
 static run_case make_case(int64_t tokens, int h, int hkv, int ranks, int ring, upipe_layout layout)
 {
@@ -22,17 +21,12 @@ static run_case make_case(int64_t tokens, int h, int hkv, int ranks, int ring, u
 static int hold(const run_case *t, const char *name, run_result *r)
 {
     long failures = test_failures;
-    f32_block in;
-    int ok;
-    block_inputs(&t->shape, 11, &in);
-    ok = run_block(t, &in, r) == UPIPE_OK;
-    CHECK_SAY(ok, "%s: %s", name, r->errors[0].text);
-    if (ok) check_block(&t->shape, &in, &r->out);
+    int ok = check_case(t, 11, r);
     if (test_shown_since(failures)) fprintf(stderr, "in '%s'\n", name);
     return ok;
 }
 
-static void check_case(const run_case *t, const char *name)
+static void check_named(const run_case *t, const char *name)
 {
     run_result r;
     hold(t, name, &r);
@@ -50,7 +44,7 @@ static void check_rings(run_case t, const char *name)
                 t.ring_first = first;
                 if (layout != UPIPE_CONTIGUOUS) block_rope_own(&t.shape, 24);
                 t.shape.full = first && mode == UPIPE_RING_P2P;
-                check_case(&t, name);
+                check_named(&t, name);
             }
 }
 
@@ -83,9 +77,9 @@ static void test_several_steps(void)
 static void test_group_ranks_heads(void)
 {
     run_case t = make_case(37, 12, 6, 3, 1, UPIPE_CONTIGUOUS);
-    check_case(&t, "G 2 < C 3 < Hkv 6");
+    check_named(&t, "G 2 < C 3 < Hkv 6");
     t.chunk = 12;
-    check_case(&t, "G 2 < C 3 < Hkv 6, Ulysses");
+    check_named(&t, "G 2 < C 3 < Hkv 6, Ulysses");
     t = make_case(48, 16, 8, 4, 2, UPIPE_ZIGZAG);
     check_rings(t, "G 2 < C 4 < Hkv 8");
     t = make_case(48, 24, 8, 4, 2, UPIPE_ZIGZAG);
@@ -106,7 +100,7 @@ static void test_borders(void)
     check_rings(t, "borders and a window");
     t.ring = 1;
     t.ranks = 4;
-    check_case(&t, "borders without a ring");
+    check_named(&t, "borders without a ring");
 }
 
 /* Shorter than 2R tokens: most pairs of ranks have nothing in common, and a packed sequence lies on a few
@@ -199,7 +193,7 @@ static void test_double_rings(void)
                 t.ring_first = chunk == 4;
                 t.shape.full = chunk == 8;
                 t.shape.window = layout == UPIPE_STRIPED ? 20 : 0;
-                check_case(&t, "double ring");
+                check_named(&t, "double ring");
             }
 }
 
@@ -224,7 +218,7 @@ static void test_uneven(void)
                 t.shape.v_dim = ring > 1 ? 40 : 0;
                 t.shape.dtype = of_heads == 1 ? UPIPE_BF16 : UPIPE_F32;
                 t.tile_rows = 5;
-                check_case(&t, "uneven heads");
+                check_named(&t, "uneven heads");
             }
 }
 
@@ -235,7 +229,7 @@ static void test_uneven_lengths(void)
             run_case t = make_case(tokens, 8, 4, 4, 1 + kind % 2, UPIPE_ZIGZAG);
             t.shape.dtype = kind >= 2 ? UPIPE_BF16 : UPIPE_F32;
             t.dx_apart = kind == 1;
-            check_case(&t, "uneven lengths");
+            check_named(&t, "uneven lengths");
         }
 }
 
@@ -263,68 +257,31 @@ static void test_orders(void)
     run_result r, other;
     if (hold(&t, "teams first", &r)) {
         t.ring_first = 1;
-        if (hold(&t, "rings first", &other)) {
-            SAME_BITS(r, other, o, &t.shape);
-            SAME_BITS(r, other, lse, &t.shape);
-            SAME_BITS(r, other, q, &t.shape);
-            SAME_BITS(r, other, x, &t.shape);
-        }
+        if (hold(&t, "rings first", &other)) same_bits(&t.shape, &r, &other, "o lse q x");
     }
 }
 
 /* ---- rings that do not agree ---- */
 
-typedef struct odd_ring {
-    upipe_threads_grid grid;
-    upipe_ops ops;
-    int odd; /* what ring rank 1 does differently */
-    upipe_err errors[4];
-} odd_ring;
-
+/* What ring rank 1 does differently. */
 enum { ODD_NOTHING, ODD_WINDOW, ODD_LAYOUT, ODD_MODE, ODD_RANK, ODD_CU_SEQLENS, ODD_AWAY };
 
-static upipe_status odd_body(void *user, int rank)
+static void differ(int odd, run_own *own, upipe_plan_desc *d)
 {
-    enum { BYTES = 1 << 18, BLOCKS = 64 };
     static const int64_t cu_seqlens[] = {0, 7, 16};
-    odd_ring *o = (odd_ring *)user;
-    int ring_rank = rank / 2, other = ring_rank == 1 ? o->odd : ODD_NOTHING;
-    upipe_plan p;
-    upipe_layer l = {0};
-    upipe_saved save;
-    upipe_mem mem;
-    upipe_ctx c = {0};
-    float *w = f32_buf(4 * 32 * 16);
-    upipe_status s;
-    upipe_plan_desc d = {.tokens = 16, .ranks = 2, .ring = 2, .heads = 4, .kv_heads = 4, .head_dim = 32};
-    d.model_dim = 16;
-    d.rank = rank % 2;
-    d.ring_rank = other == ODD_RANK ? 0 : ring_rank;
-    d.ring_mode = other == ODD_MODE ? UPIPE_RING_ALL_GATHER : UPIPE_RING_P2P;
-    d.layout = other == ODD_LAYOUT ? UPIPE_STRIPED : UPIPE_ZIGZAG;
-    upipe_threads_grid_use(&o->grid, rank, &c);
-    s = upipe_plan_init(&p, &d, &c.err);
-    context_pool(&c, &mem, &o->ops, BYTES, BLOCKS);
-    l.plan = &p;
-    l.wq = l.wk = l.wv = w;
-    l.mask.causal = 1;
-    l.mask.window = other == ODD_WINDOW ? 5 : 0;
-    l.mask.borders.cu_seqlens = other == ODD_CU_SEQLENS ? cu_seqlens : NULL;
-    l.mask.borders.cu_seqlens_n = other == ODD_CU_SEQLENS ? 2 : 0;
-    if (s == UPIPE_OK && !(other == ODD_AWAY && d.rank == 0)) {
-        s = upipe_layer_fwd(&c, &l, &save, upipe_view_packed(w, UPIPE_F32, 4, 1, 16));
-        if (s == UPIPE_OK) s = upipe_saved_free(&c, &save);
-    }
-    CHECK_INT(mem.live, 0);
-    o->errors[rank] = c.err;
-    upipe_mem_destroy(&mem, NULL);
-    return s;
+    if (own->ring_rank != 1) return;
+    if (d != NULL && odd == ODD_RANK) d->ring_rank = 0;
+    if (d != NULL && odd == ODD_MODE) d->ring_mode = UPIPE_RING_ALL_GATHER;
+    if (d != NULL && odd == ODD_LAYOUT) d->layout = UPIPE_STRIPED;
+    if (odd == ODD_WINDOW) own->layer.mask.window = 5;
+    if (odd == ODD_CU_SEQLENS)
+        own->layer.mask.borders.cu_seqlens = cu_seqlens, own->layer.mask.borders.cu_seqlens_n = 2;
+    own->away = odd == ODD_AWAY && own->team_rank == 0;
 }
 
 /* What a team agrees on, but not the ring: every rank returns, with a reason. */
 static void test_odd_rings(void)
 {
-    static const upipe_grid grid = {.ranks = 4, .in_team = 2, .in_ring = 2};
     static const struct {
         int odd;
         upipe_status status;
@@ -339,27 +296,14 @@ static void test_odd_rings(void)
         {ODD_AWAY, UPIPE_ERR_TIMEOUT, "rank"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
-        odd_ring *o = (odd_ring *)zeroed(sizeof *o);
-        upipe_status statuses[4], worst;
-        upipe_err e;
-        int said = 0;
-        o->odd = cases[i].odd;
-        o->ops = cpu_table();
-        CHECK_STATUS(grid_apart(&o->grid, &grid, cases[i].odd == ODD_AWAY ? 0.3 : 20, &e), UPIPE_OK, e);
-        worst = upipe_threads_run(&o->grid.world, odd_body, o, statuses, NULL);
-        CHECK_SAY(worst == cases[i].status, "case %d: %s", cases[i].odd, upipe_status_name(worst));
-        for (int rank = 0; rank < 4; ++rank) {
-            int away = cases[i].odd == ODD_AWAY && rank == 2;
-            /* who fails by itself may be told by others before */
-            CHECK_SAY(statuses[rank] == cases[i].status || away ||
-                          (worst != UPIPE_OK && statuses[rank] == UPIPE_ERR_ABORTED),
-                      "case %d rank %d: %s (%s)", cases[i].odd, rank, upipe_status_name(statuses[rank]),
-                      o->errors[rank].text);
-            said += strstr(o->errors[rank].text, cases[i].words) != NULL;
-        }
-        CHECK_SAY(said > 0, "case %d: nobody says '%s', but: %s", cases[i].odd, cases[i].words,
-                  o->errors[0].text);
-        upipe_threads_grid_free(&o->grid);
+        run_case t = run_of(16, 4, 4, 32, 16, 2, 0, UPIPE_F32);
+        t.ring = 2;
+        t.ring_mode = UPIPE_RING_P2P;
+        t.layout = UPIPE_ZIGZAG;
+        t.differ = differ;
+        t.odd = cases[i].odd;
+        t.deadline = t.odd == ODD_AWAY ? 0.3 : 20;
+        check_differ(&t, 2, t.odd == ODD_AWAY ? UPIPE_OK : cases[i].status, cases[i].status, cases[i].words);
     }
 }
 

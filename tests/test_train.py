@@ -20,16 +20,16 @@ import subprocess
 import sys
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
+from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, near, npy,  # pylint: disable=wrong-import-position
+                      refused, replay, safetensors, same, same_files, sentences, watched, words_of, write_header, write_model, write_tensors)
+
 try:
     import numpy as np
 except ImportError:
     other_python()
     sys.exit('test_train.py: no NumPy here to check results with: install python3-numpy')
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, npy,  # pylint: disable=wrong-import-position
-                      refused, replay, safetensors, sentences, watched, words_of)
 
 TRAIN, LOGITS = (os.path.abspath(path) for path in sys.argv[1:3])
 ROOT = {'config', 'first_step', 'loss', 'grad_norm', 'eval', 'tokens_per_s', 'peak_bytes', 'plan_bytes', 'slab_bytes',
@@ -48,21 +48,9 @@ POINTER = b'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab\
 EVEN = {'lr': 1e-3, 'min_lr': 1e-3, 'warmup': 0}  # a rate that does not depend on the number of steps
 
 
-def near(got, want, relative, what):
-    """Two lists of numbers."""
-    ok = len(got) == len(want) and all(abs(a - b) <= relative * max(abs(a), abs(b)) for a, b in zip(got, want))
-    return check(ok, f'{what} is {got}, not within {relative} of {want}')
-
-
-def same(got, want, what, keys=('loss', 'grad_norm'), first=0):
-    """Two trainings, bit for bit; or what one has done from a step on."""
-    for key in keys:
-        equal(got[key], want[key][first:] if first else want[key], f'{what}: {key}')
-
-
 def alike(got, want, what, loss=1e-4, norm=None):
-    near(got['loss'], want['loss'], loss, f'{what}: loss')
-    near(got['grad_norm'], want['grad_norm'], norm or loss, f'{what}: grad_norm')
+    near(got['loss'], want['loss'], f'{what}: loss', loss)
+    near(got['grad_norm'], want['grad_norm'], f'{what}: grad_norm', norm or loss)
 
 
 # ---- running ----
@@ -110,6 +98,16 @@ def good(folder, what, **flags):
 
 def failed(folder, args, status, words, what=None, program=TRAIN, **more):
     return refused([program, *args], folder, status, words, what, timeout=280, **more)
+
+
+def logits(what, folder, out='out.npy', **flags):
+    """The file that the program writes of ids.npy, or of others."""
+    quiet(words_of({'ids': 'ids.npy', 'out': out, **flags}), folder, f'{what}: logits {flags}', LOGITS)
+    return read(out)
+
+
+def no_logits(folder, words, status=1, **flags):
+    return failed(folder, words_of({'ids': 'ids.npy', 'out': 'bad.npy', **flags}), status, words, program=LOGITS)
 
 
 # ---- numbers ----
@@ -349,7 +347,7 @@ def test_bits(folder):
 
     half = [good(folder, f'bf16, {method}', dtype='bf16', method=method) for method in ('upipe', 'ulysses')]
     alike(*half, 'bf16', 1e-2, 5e-2)
-    near(half[0]['loss'][:1], first['loss'][:1], 1e-2, 'bf16: the first loss')
+    near(half[0]['loss'][:1], first['loss'][:1], 'bf16: the first loss', 1e-2)
     check(half[0]['loss'] != first['loss'][:4], 'bf16 makes no difference')
 
 
@@ -396,13 +394,13 @@ def test_methods(folder):
     whole = good(folder, 'usp', method='usp', ranks=4, steps=6, save='usp', save_every=3, keep=2)
     for method in METHODS:
         rest = good(folder, f'usp, then {method}', method=method, ranks=4, steps=6, resume='usp/checkpoint-3')
-        near(rest['loss'], whole['loss'][3:], 1e-4, f'usp, then {method}')
+        near(rest['loss'], whole['loss'][3:], f'usp, then {method}', 1e-4)
     # What the window does, and that config.json keeps it.
     wide, narrow = (good(folder, f'a window of {n}', window=n, steps=6, save=f'w{n}', save_every=3, keep=2)
                     for n in (64, 8))
     full = good(folder, 'no window', steps=6)
     rest = good(folder, 'a window, resumed', steps=6, resume='w8/checkpoint-3')
-    near(wide['loss'], full['loss'], 1e-4, 'a window of the whole sequence')
+    near(wide['loss'], full['loss'], 'a window of the whole sequence', 1e-4)
     check(all(abs(a - b) > 1e-4 for a, b in zip(narrow['loss'], full['loss'])), 'a window makes no difference')
     equal((rest['config']['window'], rest['loss']), (8, narrow['loss'][3:]), 'a window, resumed')
     check_files('w8/checkpoint-6', narrow['config'], 6, 'a window')
@@ -429,7 +427,7 @@ def test_accumulate(folder):
     for ranks in (2, 3):
         rest = good(folder, f'accumulate, resumed on {ranks}', data='short.txt', steps=6, ranks=ranks, resume='k/checkpoint-3')
         equal(rest['config']['accumulate'], 3, 'accumulate is the checkpoint\'s')
-        near(rest['loss'], whole['loss'][3:], 0 if ranks == 2 else 1e-4, f'accumulate, resumed on {ranks}')
+        near(rest['loss'], whole['loss'][3:], f'accumulate, resumed on {ranks}', 0 if ranks == 2 else 1e-4)
 
 
 def matrices(path):
@@ -462,7 +460,7 @@ def test_replicas(folder):
         what = f'resumed on {ranks} ranks, {replicas} replicas'
         rest = good(folder, what, data='short.txt', steps=6, ranks=ranks, replicas=replicas, resume='k/checkpoint-3')
         equal(rest['config']['accumulate'], 6 // replicas, f'{what}: micro-batches')
-        near(rest['loss'], whole['loss'][3:], 0 if ranks == replicas == 2 else 1e-4, what)
+        near(rest['loss'], whole['loss'][3:], what, 0 if ranks == replicas == 2 else 1e-4)
     for status, words, more in [(1, ['6 micro-batches', '--replicas 4'], {'ranks': 4, 'replicas': 4, 'resume': 'k', 'steps': 7}),
                                 (1, ['--accumulate 3', '--accumulate 2'], {'replicas': 2, 'accumulate': 2, 'resume': 'k', 'steps': 7}),
                                 (2, ['--ranks 4', '--replicas 3'], {'ranks': 4, 'replicas': 3}),
@@ -513,9 +511,7 @@ def test_zero(folder):
         numbers = good(folder, f'zero {first}, then {then}', steps=6, tokens=few['tokens'], zero=then,
                        resume=f'zero{first}', save=f'zero{first}', **other)
         equal(numbers['loss'], base['loss'][3:], f'zero {first}, then {then}: losses')
-        for name in ('model.safetensors', 'optimizer.safetensors'):
-            got, want = (f'{of}/checkpoint-6/{name}' for of in (f'zero{first}', 'whole'))
-            check(os.path.exists(got) and read(got) == read(want), f'zero {first}, then {then}: {name}')
+        same_files(f'zero{first}/checkpoint-6', 'whole/checkpoint-6', f'zero {first}, then {then}')
     for words in ['--zero', '3'], ['--zero', '2', '--offload-optimizer']:
         failed(folder, ['--offload-weights', *words], 2, ['--offload-weights wants --zero 3 and --offload-optimizer'])
     for words, said in [('4', 'not'), ('-1', 'not'), ('', 'is empty'), ('3x', 'not')]:
@@ -530,7 +526,7 @@ def test_prefetch(folder):
         what = f'prefetch, {ranks} ranks, {flags}'
         base = good(folder, f'{what}: without', ranks=ranks, **few, **flags)
         ahead = good(folder, what, ranks=ranks, zero_prefetch=True, **few, **flags)
-        same(ahead, base, what, ('loss', 'grad_norm', 'sent_bytes_per_step'))
+        same(ahead, base, what, keys=('loss', 'grad_norm', 'sent_bytes_per_step'))
         unit = 4 * 32 * max(3 * ahead['config']['ff_dim'], 4 * 4 * ahead['config']['head_dim'], ahead['config']['vocab'])
         more = ahead['peak_bytes'] - base['peak_bytes']
         check(0 < more <= unit, f'{what}: {more} bytes more at the peak')
@@ -581,8 +577,7 @@ def test_frozen(folder):
     good(folder, 'frozen, three steps', **flags, steps=3, save='three')
     rest = good(folder, 'frozen, three more', tokens=48, steps=6, clip=0, resume='three', save='three', zero=3)
     equal((rest['loss'], rest['config']['train']), (whole['loss'][3:], flags['train']), 'frozen: resumed')
-    for name in ('model.safetensors', 'optimizer.safetensors'):
-        check(read(f'six/checkpoint-6/{name}') == read(f'three/checkpoint-6/{name}'), f'frozen: {name} after a resume')
+    same_files('three/checkpoint-6', 'six/checkpoint-6', 'frozen, after a resume')
     failed(folder, given(resume='six', tokens=48, steps=9, train='*norm*'), 1, ['--train .*down_proj.*, not --train .*norm'])
     failed(folder, given(resume='some/whole', tokens=48, steps=9, train='*norm*'), 1, ['--train not given, not --train .*norm'])
     for train, *words in [('*.q_proj.weight,*.qq', "no tensor of the model has a name like '.*qq'"), (',', "''"), ('x' * 1024, 'at most 1023')]:
@@ -608,6 +603,11 @@ def floats(path):
     return {name: (shape, array.array('f', data)) for name, (_, shape, data) in safetensors(path)[1].items()}
 
 
+def write_floats(path, tensors):
+    """The reverse."""
+    write_tensors(path, {name: ('F32', shape, numbers.tobytes()) for name, (shape, numbers) in tensors.items()})
+
+
 def test_lora(folder):
     """Gradients of adapters are those of the merged matrices, in all that is trained, multiplied with the other one."""
     few = {'tokens': 48, 'layers': 2, 'model_dim': 32, 'heads': 2, 'kv_heads': 2, 'clip': 0, 'data': 'window', **EVEN}
@@ -625,19 +625,18 @@ def test_lora(folder):
     equal(one['loss'][0], whole['loss'][0], 'adapters: the first loss')
     base, first = stored('base', 0, 'model'), stored('lora', 1, 'model')
     equal([name for name in base if base[name] != first[name]], [], 'adapters: what has moved beside them')
-    head, data = {}, b''
+    tensors = {}
     for name, (shape, numbers) in base.items():
         a, b = (first.get(name.replace('weight', f'lora_{which}.weight')) for which in 'AB')
         if a:
             more = product(b[1], a[1], shape[1])
             numbers = array.array('f', [w + alpha / rank * x for w, x in zip(numbers, more)])
-        head[name] = {'dtype': 'F32', 'shape': shape, 'data_offsets': [len(data), len(data) + 4 * len(numbers)]}
-        data += numbers.tobytes()
+        tensors[name] = shape, numbers
     os.makedirs('merged')
     shutil.copy('base/checkpoint-0/config.json', 'merged')
-    write_tensors('merged/model.safetensors', head, data)
+    write_floats('merged/model.safetensors', tensors)
     merged = good(folder, 'merged', **loaded, load='merged', steps=1, save='all')
-    near(merged['loss'], one['loss'][1:], 1e-6, 'adapters: the loss of merged matrices')
+    near(merged['loss'], one['loss'][1:], 'adapters: the loss of merged matrices', 1e-6)
     gradients = {name[8:]: [x / (1 - 0.9) for x in numbers] for name, (_, numbers) in stored('all', 1, 'optimizer').items() if 'exp_avg.' in name}
     before, after = (stored('lora', step, 'optimizer') for step in (1, 2))
     for name, (shape, _) in base.items():
@@ -664,8 +663,7 @@ def test_lora(folder):
     good(folder, 'adapters, three', **flags, steps=3, save='three')
     rest = good(folder, 'adapters, three more', tokens=48, steps=6, resume='three', save='three', zero=3)
     equal((rest['loss'], rest['config']['lora']), (six['loss'][3:], '2'), 'adapters: resumed')
-    for name in ('model.safetensors', 'optimizer.safetensors'):
-        check(read(f'six/checkpoint-6/{name}') == read(f'three/checkpoint-6/{name}'), f'adapters: {name} after a resume')
+    same_files('three/checkpoint-6', 'six/checkpoint-6', 'adapters, after a resume')
     failed(folder, given(resume='six', tokens=48, steps=9, lora='3'), 1, ['--lora 2, not --lora 3'])
     failed(folder, given(load='six', steps=9), 1, ['lora_A.weight is no tensor of this model'])
     failed(folder, given(lora='2', train='*norm*'), 2, ['--lora', '--train would have no effect'])
@@ -691,9 +689,9 @@ def drawn_of(folder, what, kinds_n, starts_n, **flags):
         is_lora = '.lora_A' in kind  # drawn evenly, up to a bound
         deviation = (3 * shape[1]) ** -0.5 if is_lora else 0.02 / (6 ** 0.5 if re.search(r'\.(o|down)_proj', kind) else 1)
         check(abs(sum(numbers)) < 5 * deviation * root, f'{name}: a mean of {sum(numbers) / len(numbers)}')
-        near([(sum(x * x for x in numbers) / len(numbers)) ** 0.5], [deviation], 4 / root, f'{name}: deviation')
+        near([(sum(x * x for x in numbers) / len(numbers)) ** 0.5], [deviation], f'{name}: deviation', 4 / root)
         within, far = (sum(abs(x) < bound * deviation for x in numbers) / len(numbers) for bound in (1, 2))
-        near([within, far], [3 ** -0.5, 1] if is_lora else [0.6827, 0.9545], 4 / root, f'{name}: shares within one and two deviations')
+        near([within, far], [3 ** -0.5, 1] if is_lora else [0.6827, 0.9545], f'{name}: shares within one and two deviations', 4 / root)
     equal((len(kinds), len(starts)), (kinds_n, starts_n), f'{what}: kinds of tensors, and matrices that begin apart')
 
 
@@ -708,32 +706,21 @@ def bad_tensors(folder, loaded, saved):
     """An adapter in bad/, whose config leaves it to the tensors, with other ones than in `saved`."""
     path, first = 'bad/adapter_model.safetensors', 'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
 
-    def put(tensors):
-        head, data = {}, b''
-        for name, (shape, numbers) in tensors.items():
-            head[name] = {'dtype': 'F32', 'shape': shape, 'data_offsets': [len(data), len(data) + 4 * len(numbers)]}
-            data += numbers.tobytes()
-        write_tensors(path, head, data)
-
-    def first_is(*numbers):
-        put({**saved, first: (saved[first][0], array.array('f', [*numbers, *saved[first][1][len(numbers):]]))})
-
     def fails(words, **more):
         """Merged by train and logits, in which it is the adapter's file that is named."""
-        for program, flags in (TRAIN, given(**{**loaded, 'load_adapter': 'bad', 'merge': True, 'steps': 0, **more})), \
-                (LOGITS, words_of({'load': 'base', 'load_adapter': 'bad', 'ids': 'ids.npy', 'out': 'own.npy', **more})):
-            failed(folder, flags, 1, [r'^\w+: (rank \d: )?bad/adapter_model\.\w+: ' + words], program=program, kept=False)
+        words = [r'^\w+: (rank \d: )?bad/adapter_model\.\w+: ' + words]
+        failed(folder, given(**{**loaded, 'load_adapter': 'bad', 'merge': True, 'steps': 0, **more}), 1, words, kept=False)
+        no_logits(folder, words, load='base', load_adapter='bad', **more)
 
-    put({name: tensor for name, tensor in saved.items() if 'layers.1.self_attn.q' not in name})
+    write_floats(path, {name: tensor for name, tensor in saved.items() if 'layers.1.self_attn.q' not in name})
     fails('.*layers.1.self_attn.q_proj.lora_A.weight is missing')
-    put({})
+    write_floats(path, {})
     fails('has no tensor of a projection')
-    put({**saved, first: ([0], array.array('f'))})
+    write_floats(path, {**saved, first: ([0], array.array('f'))})
     fails('.*q_proj.lora_A.weight is empty, as where ZeRO-3')
-    for value in math.nan, math.inf, 3e38:
-        first_is(value)
-        if value == 3e38: # finite, and no sum with it is
-            put({name: (shape, array.array('f', [value] * len(numbers))) for name, (shape, numbers) in saved.items()})
+    for value in math.nan, math.inf, 3e38: # which is finite, and no sum with it
+        wrong = {name: (shape, array.array('f', [value] * len(numbers))) for name, (shape, numbers) in saved.items()}
+        write_floats(path, wrong if value == 3e38 else {**saved, first: (saved[first][0], array.array('f', [value, *saved[first][1][1:]]))})
         fails(r'merged into model.layers.\d.\w+.(q|o|down)_proj.weight it gives a value that is not finite$')
         fails(r'merged into model.layers.\d.\w+.(q|o|down)_proj.weight it gives a value that is not finite in bf16$', dtype='bf16')
     write(path, POINTER)
@@ -775,46 +762,28 @@ def test_adapter(folder):
         check(not a or merged[name] != base[name], f'merged: {name} has not changed')
         check(all(abs(x - y) <= 2**-23 * abs(y) for x, y in zip(merged[name][1], want)), f'merged: {name}')
     write('ids.npy', npy(read(BOOK)[:40]))
-    for out, flags in [('one', {'load': 'merged'}), ('two', {'load': 'base', 'load_adapter': 'some/f32'}), ('base', {'load': 'base'})]:
-        quiet(words_of({**flags, 'ids': 'ids.npy', 'out': out + '.npy'}), folder, 'logits', LOGITS)
-    check(read('one.npy') == read('two.npy') != read('base.npy'), 'logits of merged weights, and merged as they are read')
+    merging = logits('merged as it is read', folder, load='base', load_adapter='some/f32')
+    check(logits('merged', folder, load='merged') == merging != logits('the base', folder, load='base'), 'logits of merged weights')
     one = good(folder, 'adapter, trained on', **adapted, steps=1)
     equal(one['config']['lora'], '4:6:q,o,down', 'adapter: trained on')
     for what, flags in [('merged', {'load': 'merged'}), ('merged as it is read', {'merge': True, 'lora': '2'})]:
         near(good(folder, what, **{**adapted, 'load_adapter': None if 'load' in flags else 'some/f32', **flags}, steps=1)['loss'],
-             one['loss'], 1e-6, f'{what}: the loss of the adapter')
+             one['loss'], f'{what}: the loss of the adapter', 1e-6)
 
     def put(change):
         write('bad/adapter_config.json', json.dumps({**config, **change}).encode())
 
     shutil.copytree('some/f32', 'bad')
-    for change, words in [({'use_dora': True}, 'use_dora is set, and not built'), ({'use_rslora': 'yes'}, 'use_rslora'),
-                          ({'modules_to_save': ['lm_head']}, 'modules_to_save'), ({'rank_pattern': {'q_proj': 2}}, 'rank_pattern'),
-                          ({'alpha_pattern': {'q_proj': 2}}, 'alpha_pattern'), ({'fan_in_fan_out': True}, 'fan_in_fan_out'),
-                          ({'bias': 'all'}, 'bias is all, which is not built'), ({'peft_type': 'IA3'}, 'peft_type is IA3, which is not built'),
-                          ({'task_type': 'SEQ_CLS'}, 'task_type is SEQ_CLS'), ({'init_lora_weights': 'pissa'}, 'init_lora_weights is pissa'),
-                          ({'r': 0}, 'r is not a whole number'), ({'r': 4.0}, 'r is not a whole number'), ({'lora_alpha': 0}, 'lora_alpha is not'),
-                          ({'lora_alpha': None}, 'lora_alpha is not'), ({'lora_alpha': 8e5, 'use_rslora': True}, r'lora_alpha times sqrt\(r\) is not'),
-                          ({'target_modules': []}, 'target_modules is no list'), ({'target_modules': True}, 'target_modules is no list'),
-                          *(({'target_modules': [name]}, f'has {name}, which is no projection') for name in
-                            ('model.layers.2.self_attn.q_proj', 'layers.01.self_attn.q_proj', 'mlp.q_proj', 'model.0.self_attn.q_proj')),
-                          ({'target_modules': ['o_proj', 'layers.0.self_attn.q_proj']}, 'no projection of layer 1 that it has of others'),
-                          ({'target_modules': ['fc1']}, 'has fc1, which is no projection'), ({'target_modules': [1]}, 'what is no string'),
-                          ({'r': 3}, 'lora_A.weight has 2 dimensions, 4 x 32, not 2, 3 x 32'),
+    # cases/adapter_config.json has what a config may say: here is what depends on its tensors, and that it is refused here too
+    for change, words in [({'use_dora': True}, 'use_dora is set, and not built'), ({'r': 3}, 'lora_A.weight has 2 dimensions, 4 x 32, not 2, 3 x 32'),
                           ({'target_modules': ['q_proj', 'v_proj']}, 'v_proj.lora_A.weight is missing'),
                           ({'target_modules': ['q_proj']}, 'has 12 tensors, not the 4')]:
         put(change)
         failed(folder, given(**loaded, load_adapter='bad'), 1, [words])
-    full = [f'model.layers.{layer}.{name}' for layer in (0, 1) for name in ('self_attn.q_proj', 'self_attn.o_proj', 'mlp.down_proj')]
-    for what, change in [
-        ('what changes nothing', {'lora_dropout': 0.1, 'init_lora_weights': 'gaussian', 'use_dora': None, 'peft_version': '1', 'later': []}),
-        ('an orthogonal start', {'init_lora_weights': 'orthogonal'}), ('alpha over a root', {'use_rslora': True, 'lora_alpha': 3}),
-        ('a pattern', {'target_modules': r'.*\.(q|o|down)_proj'}), ('full names', {'target_modules': full}),
-        ('names of all lengths', {'target_modules': ['self_attn.o_proj', 'down_proj', 'layers.1.self_attn.q_proj', '0.self_attn.q_proj']})]:
+    for what, change in [('alpha over a root', {'use_rslora': True, 'lora_alpha': 3}), ('a pattern', {'target_modules': r'.*\.(q|o|down)_proj'})]:
         put(change)
         same(good(folder, what, **{**adapted, 'load_adapter': 'bad'}, steps=1), one, what)
-        quiet(words_of({'load': 'base', 'load_adapter': 'bad', 'ids': 'ids.npy', 'out': 'own.npy'}), folder, what, LOGITS)
-        check(read('own.npy') == read('two.npy'), f'{what}: logits')
+        check(logits(what, folder, load='base', load_adapter='bad') == merging, f'{what}: logits')
     put({'target_modules': 'any'})
     bad_tensors(folder, loaded, saved)
     put({})
@@ -848,7 +817,7 @@ def test_learning(folder):
     flags = {'data': 'text', 'tokens': 128, 'batch': 4, 'steps': 60, 'lr': 1e-2, 'untied': True}
     numbers = good(folder, 'learning', **flags)
     check(numbers['loss'][-1] < 2.5, f'after 60 steps the loss is {numbers["loss"][-1]}')
-    near(numbers['loss'][:1], [math.log(256)], 0.05, 'learning: the first loss')
+    near(numbers['loss'][:1], [math.log(256)], 'learning: the first loss', 0.05)
     write('text', read(BOOK)[:513])
     flags.update(tokens=512, steps=2, batch=1, lr=0, min_lr=0)
     still = good(folder, 'no rate', **flags)
@@ -944,8 +913,7 @@ def test_checkpoints(folder):
         equal(os.listdir('rest'), ['checkpoint-6'], f'{what}: checkpoints of the rest')
         equal(rest['first_step'], 4, f'{what}: the first step')
         same(rest, whole, f'{what}, resumed', first=3)
-        for name in ('config.json', 'model.safetensors', 'optimizer.safetensors'):
-            check(read(f'rest/checkpoint-6/{name}') == read(f'whole/checkpoint-6/{name}'), f'{what}: {name} has other bytes')
+        same_files('rest/checkpoint-6', 'whole/checkpoint-6', what)
         # The checkpoint knows the schedule and the data's numbers; equal flags of the model are no contradiction.
         bare = {key: value for key, value in here.items() if key in ('ranks', 'offload', 'data')}
         quiet(words_of({'ranks': 2, **bare, 'resume': 'whole/checkpoint-3', 'sample': 0, 'json': 'numbers.json', 'layers': 2,
@@ -961,7 +929,7 @@ def test_checkpoints(folder):
             fewer = [good(folder, f'{what}: on 2 ranks', steps=6, resume='whole/checkpoint-3', ranks=2, dtype=here.get(
                 'dtype')) for _ in range(2)]
             equal(fewer[0]['loss'], fewer[1]['loss'], f'{what}: on 2 ranks, twice')
-            near(fewer[0]['loss'], whole['loss'][3:], 1e-4, f'{what}: on 2 ranks')
+            near(fewer[0]['loss'], whole['loss'][3:], f'{what}: on 2 ranks', 1e-4)
         for name in ('whole', 'rest', 'same'):
             shutil.rmtree(name)
 
@@ -973,8 +941,7 @@ def test_checkpoints(folder):
         shutil.rmtree('kept')
 
 
-def cross_entropy(path, targets, vocab):
-    data = read(path)
+def cross_entropy(data, targets, vocab):
     length = struct.unpack('<H', data[8:10])[0]
     equal(data[:8], b'\x93NUMPY\x01\x00', 'the head of the logits')
     check(f'({len(targets)}, {vocab})' in data[10:10 + length].decode(), f'shape of the logits: {data[10:138]}')
@@ -991,7 +958,7 @@ def test_loading(folder):
     """--load starts anew with the weights; logits must see the same model."""
     text = read(BOOK)[1000:1065]
     write('window', text)  # one window: every step has it
-    write('ids4.npy', npy(text[:64]))
+    write('ids.npy', npy(text[:64]))
     write('ids8.npy', npy(text[:64], '<i8'))
     for what, flags in [('tied', {'kv_heads': 4}), ('untied, qk-norm', {'kv_heads': 4, 'untied': True, 'qk_norm': True,
                                                                         'vocab': 300}),
@@ -1005,55 +972,40 @@ def test_loading(folder):
         newest = good(folder, f'{what}: the newest', data='window', steps=1, load='out')
         check(newest['loss'][0] < anew['loss'][0], f'{what}: --load takes not the newest')
         half = good(folder, f'{what}: in bf16', data='window', steps=1, load='out/checkpoint-11', dtype='bf16')
-        near(half['loss'], anew['loss'], 1e-2, f'{what}: loaded into bf16')
-        outs = []
-        for ids, more in [('ids4.npy', {}), ('ids8.npy', {'ranks': 2}), ('ids4.npy', {'ranks': 4}),
-                          ('ids4.npy', {'ranks': 4, 'method': 'ulysses'}), ('ids4.npy', {'ranks': 3})]:
-            quiet(words_of({'load': 'out/checkpoint-11', 'ids': ids, 'out': 'out.npy', **more}), folder, f'{what}: logits {more}', LOGITS)
-            outs.append(read('out.npy'))
+        near(half['loss'], anew['loss'], f'{what}: loaded into bf16', 1e-2)
+        outs = [logits(what, folder, load='out/checkpoint-11', **more) for more in (
+            {}, {'ranks': 2, 'ids': 'ids8.npy'}, {'ranks': 4}, {'ranks': 4, 'method': 'ulysses'}, {'ranks': 3})]
         if anew['config']['products'] == 'built-in':
             check(all(out == outs[0] for out in outs), f'{what}: logits differ with the ranks or the method')
-        for more in [None, {'method': 'zigzag', 'ranks': 3}, {'method': 'upipe-ring', 'ranks': 4}, {'method': 'stripe', 'ranks': 2},
+        for more in [{'ranks': 3}, {'method': 'zigzag', 'ranks': 3}, {'method': 'upipe-ring', 'ranks': 4}, {'method': 'stripe', 'ranks': 2},
                      {'method': 'fpdt', 'ranks': 3, 'segments': 5}, {'method': 'upipe-fpdt', 'ranks': 2}]:
-            if more:
-                quiet(words_of({'load': 'out/checkpoint-11', 'ids': 'ids4.npy', 'out': 'out.npy', **more}), folder,
-                      f'{what}: logits {more}', LOGITS)
-            mean = cross_entropy('out.npy', text[1:], first['config']['vocab'])
-            near([mean], anew['loss'], 1e-5, f'{what}: the loss by the logits {more}')
+            mean = cross_entropy(logits(what, folder, load='out/checkpoint-11', **more), text[1:], first['config']['vocab'])
+            near([mean], anew['loss'], f'{what}: the loss by the logits {more}', 1e-5)
         shutil.rmtree('out')
 
     good(folder, 'a model', save='m')
-    base = {'load': 'm', 'ids': 'ids4.npy', 'out': 'bad.npy'}
-    for name, data, said in [('text.npy', text, 'is no .npy, has no header'), ('empty.npy', b'', 'is no .npy'),
-                             ('float.npy', npy([1.0] * 64, '<f4'), "its numbers are '<f4'"),
-                             ('two.npy', npy(text[:64], shape='(8, 8)'), r'its shape is \(8, 8\)'),
-                             ('huge.npy', npy(text[:64], shape='(9223372036854775807,)'), 'says 9223372036854775807 tokens'),
-                             ('minus.npy', npy(text[:64], shape='(-1,)'), r'its shape is \(-1,\)'),
-                             ('none.npy', npy([]), 'has no tokens')]:
+    for name, data, *said in [('text.npy', text, 'is no .npy, has no header'), ('empty.npy', b'', 'is no .npy'),
+                              ('none.npy', npy([]), 'has no tokens'), ('above.npy', npy([1, 256], '<i8'), 'token 1 is 256', '256'),
+                              ('below.npy', npy([1, -1]), 'token 1 is -1', '256'), ('far.npy', npy([1, 2**40], '<i8'), f'token 1 is {2**40}')]:
         write(name, data)
-        failed(folder, words_of({**base, 'ids': name}), 1, ['--ids ' + name, said], f'ids: {name}', program=LOGITS)
-    write('short.npy', npy(text[:64], shape='(65,)'))
-    failed(folder, words_of({**base, 'ids': 'short.npy'}), 1, ['short.npy', '65 tokens', '256 bytes'], program=LOGITS)
-    for name, bad in [('above.npy', 256), ('below.npy', -1), ('far.npy', 2**40)]:
-        write(name, npy([1, bad], '<i8'))
-        failed(folder, words_of({**base, 'ids': name}), 1, [name, 'token 1 is', str(bad), '256'], program=LOGITS)
+        no_logits(folder, [f'--ids {name}', *said], load='m', ids=name)
     # what nobody writes to is not waited for, in any file's place
     for place in ('config.json', 'model.safetensors', 'model.safetensors.index.json'):
         shutil.copytree('m/checkpoint-4', 'waits', ignore=shutil.ignore_patterns(place, 'model.*'))
         os.mkfifo(f'waits/{place}')
-        failed(folder, words_of({**base, 'load': 'waits'}), 1, [place, 'no regular file'], place, program=LOGITS)
+        no_logits(folder, [place, 'no regular file'], load='waits')
         failed(folder, ['--load', 'waits', *([] if place != 'config.json' else ['--plan'])], 1, [place, 'no regular file'])
         shutil.rmtree('waits')
     os.mkfifo('pipe.npy')
-    failed(folder, words_of({**base, 'ids': 'pipe.npy'}), 1, ['pipe.npy', 'no regular file'], program=LOGITS)
+    no_logits(folder, ['pipe.npy', 'no regular file'], load='m', ids='pipe.npy')
     os.remove('pipe.npy')
     for more, status, *words in [
         ({'load': 'nowhere'}, 1, 'nowhere'), ({'ids': 'nothing'}, 1, 'nothing'), ({'ranks': 65}, 1, '64', '65'), ({'ranks': 0}, 2, "'0'"),
-        ({'out': 'm'}, 1, 'm'), ({'out': 'ids4.npy'}, 1, 'ids4.npy', 'replace', '--ids'), ({'out': None}, 2, '--out'),
+        ({'out': 'm'}, 1, 'm'), ({'out': 'ids.npy'}, 1, 'ids.npy', 'replace', '--ids'), ({'out': None}, 2, '--out'),
         ({'method': 'rings'}, 2, 'rings'), ({'dtype': 'f16'}, 2, 'f16'), ({'method': 'ulysses', 'chunk': 4}, 2, 'contradict', '4'),
         ({'out': 'a/b/c'}, 1, 'a/b/c'),
     ]:
-        failed(folder, words_of({**base, **more}), status, words, program=LOGITS)
+        no_logits(folder, words, status, **{'load': 'm', **more})
     # What is read is not replaced, by whatever name, and what is no number is not written.
     os.link('m/checkpoint-4/config.json', 'other')
     shutil.copytree('m/checkpoint-4', 'parts')
@@ -1062,20 +1014,18 @@ def test_loading(folder):
     write('parts/model.safetensors.index.json', json.dumps({'weight_map': {n: 'part' for n in names}}))
     for load, out in [('m', 'm/checkpoint-4/model.safetensors'), ('m/checkpoint-4', 'm/checkpoint-4/config.json'),
                       ('m', 'other'), ('parts', 'parts/part'), ('parts', 'parts/model.safetensors.index.json')]:
-        failed(folder, words_of({**base, 'load': load, 'out': out}), 1, [out, 'replace a file of the model'], program=LOGITS)
+        no_logits(folder, [out, 'replace a file of the model'], load=load, out=out)
         for flag in ('json', 'trace'):
             failed(folder, given(load=load, **{flag: out}), 1, [f'--{flag} {out} would replace a file of the model'])
     patched('m/checkpoint-4', 'nan', 'model.norm.weight', NAN)
-    failed(folder, words_of({**base, 'load': 'nan'}), 1, ['model.norm.weight has a value that is not finite'], program=LOGITS)
+    no_logits(folder, ['model.norm.weight has a value that is not finite'], load='nan')
     # Names in files may hold what a terminal would obey.
     odd = '\x1b]0;owned\x07\x9b31m\x7f'
     shutil.copytree('m/checkpoint-4', 'odd')
     changed_header('odd/model.safetensors', lambda head: head.update({odd: head.pop('model.norm.weight')}))
     write('parts/model.safetensors.index.json', json.dumps({'weight_map': {odd: '../' + odd}}))
     for load in ('odd', 'parts'):
-        for done in (failed(folder, words_of({**base, 'load': load}), 1, [r'\\x1b\]0;owned\\x07\\xc2\\x9b31m\\x7f'],
-                            program=LOGITS),
-                     failed(folder, given(load=load), 1, [r'\\x1b\]0;owned'])):
+        for done in (no_logits(folder, [r'\\x1b\]0;owned\\x07\\xc2\\x9b31m\\x7f'], load=load), failed(folder, given(load=load), 1, [r'\\x1b\]0;owned'])):
             check(all(ord(c) >= 32 for c in done.stderr.strip()), f'{load}: control characters: {done.stderr!r}')
 
 
@@ -1088,17 +1038,10 @@ QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'attention_dropout': 0.0, 'bos_t
          'use_sliding_window': False, 'vocab_size': 300}
 
 
-def write_qwen2(folder, config, tensors):
-    """tensors: name -> (shape, numbers), of which bf16 keeps the upper halves."""
-    os.makedirs(folder)
-    write(f'{folder}/config.json', json.dumps(config))
-    head, data = {'__metadata__': {'format': 'pt'}}, b''
-    for name, (shape, numbers) in tensors.items():
-        piece = array.array('f', numbers).tobytes()
-        piece = b''.join(piece[i + 2:i + 4] for i in range(0, len(piece), 4))
-        head[name] = {'dtype': 'BF16', 'shape': shape, 'data_offsets': [len(data), len(data) + len(piece)]}
-        data += piece
-    write_tensors(f'{folder}/model.safetensors', head, data)
+def write_halves(folder, config, tensors):
+    """A model in bf16, which keeps the upper halves of {name: (shape, numbers)}."""
+    write_model(folder, config, {name: ('BF16', shape, array.array('H', array.array('f', numbers).tobytes())[1::2].tobytes())
+                                 for name, (shape, numbers) in tensors.items()})
 
 
 def test_rope(folder):
@@ -1130,12 +1073,9 @@ def test_rope(folder):
         shutil.copytree('plain/checkpoint-2', 'says', dirs_exist_ok=True)
         write('says/config.json', json.dumps({**load('says/config.json'), 'rope_scaling': scaled, 'max_position_embeddings': 16,
                                               'rope_theta': flags.get('rope_theta', 10000)}))
-        for name, more in ('flags', {'load': 'plain', **flags}), ('folder', {'load': 'says'}), ('plain', {'load': 'plain'}):
-            quiet(words_of({'ids': 'ids.npy', 'out': f'{name}.npy', **more}), folder, f'logits of {name}', LOGITS)
-        both = read('flags.npy'), read('folder.npy'), read('plain.npy')
-        check(both[0] == both[1] != both[2], f'logits with {flags}')
-    failed(folder, words_of({'load': 'plain', 'ids': 'ids.npy', 'out': 'bad.npy', 'rope_factor': 2}), 1,
-           ['--rope-factor would have no effect'], program=LOGITS)
+        by_flags, by_folder, plain = (logits('RoPE', folder, **more) for more in ({'load': 'plain', **flags}, {'load': 'says'}, {'load': 'plain'}))
+        check(by_flags == by_folder != plain, f'logits with {flags}')
+    no_logits(folder, ['--rope-factor would have no effect'], load='plain', rope_factor=2)
 
 
 def test_qwen2(folder):
@@ -1155,9 +1095,9 @@ def test_qwen2(folder):
     still = {name: t if name in plain else (t[0], [0] * t[0][0]) for name, t in model.items()}
     llama = {**QWEN2, 'architectures': ['LlamaForCausalLM'], 'model_type': 'llama'}
     del llama['max_window_layers']
-    write_qwen2('qwen2', QWEN2, model)
-    write_qwen2('still', QWEN2, still)
-    write_qwen2('llama', llama, plain)
+    write_halves('qwen2', QWEN2, model)
+    write_halves('still', QWEN2, still)
+    write_halves('llama', llama, plain)
     text = read(BOOK)[1000:1065]
     write('window', text)
     write('ids.npy', npy(text[:64]))
@@ -1169,18 +1109,16 @@ def test_qwen2(folder):
     equal([base['config'][key] for key in sizes], list(sizes.values()), 'the model of config.json')
     for (name, ranks, method), numbers in got.items():
         if name == 'qwen2':
-            near(numbers['loss'] + numbers['grad_norm'], base['loss'] + base['grad_norm'], 1e-4, f'{method} on {ranks}')
+            near(numbers['loss'] + numbers['grad_norm'], base['loss'] + base['grad_norm'], f'{method} on {ranks}', 1e-4)
     if base['config']['products'] == 'built-in':
         equal(got['qwen2', 2, 'ulysses']['loss'], base['loss'], 'ulysses: the loss')
     equal(got['still', 2, 'upipe']['loss'], got['llama', 2, 'upipe']['loss'], 'biases of 0: the loss')
     check(abs(base['loss'][0] - got['llama', 2, 'upipe']['loss'][0]) > 1e-2, 'biases make no difference')
     for more in ({'ranks': 2}, {'ranks': 3, 'method': 'zigzag'}):
-        quiet(words_of({'load': 'qwen2', 'ids': 'ids.npy', 'out': 'out.npy', **more}), folder, f'logits {more}', LOGITS)
-        near([cross_entropy('out.npy', text[1:], 300)], base['loss'], 1e-5, f'the loss by the logits {more}')
+        near([cross_entropy(logits('qwen2', folder, load='qwen2', **more), text[1:], 300)], base['loss'], f'the loss by the logits {more}', 1e-5)
     prompt = text[:20].decode()
     write('prompt.npy', npy(text[:20]))
-    quiet(words_of({'load': 'qwen2', 'ids': 'prompt.npy', 'out': 'out.npy', 'ranks': 1}), folder, 'logits of the prompt', LOGITS)
-    row = array.array('f', read('out.npy')[-1200:])[:256]
+    row = array.array('f', logits('the prompt', folder, load='qwen2', ids='prompt.npy', ranks=1)[-1200:])[:256]
     likeliest = bytes([row.index(max(row))]).decode(errors='backslashreplace')
     done = run(words_of({**run_of, 'load': 'qwen2', 'ranks': 2, 'sample': 1, 'temperature': 0, 'prompt': prompt}), folder)
     equal(done.stdout.split(prompt)[-1], likeliest + '\n', 'the byte after the prompt')
@@ -1200,22 +1138,22 @@ def test_qwen2(folder):
     equal([numbers['loss'][0] for numbers in anew[1:]], anew[0]['loss'][:1] * 2, 'the loss of new biases')
     check(len({numbers['loss'][1] for numbers in anew}) == 3, 'new biases do not learn')
     one = 'model.layers.1.self_attn.k_proj.bias'
-    write_qwen2('without', QWEN2, {name: t for name, t in model.items() if name != one})
-    write_qwen2('with', QWEN2, {**model, one.replace('k_proj', 'o_proj'): ([64], [0] * 64)})
+    write_halves('without', QWEN2, {name: t for name, t in model.items() if name != one})
+    write_halves('with', QWEN2, {**model, one.replace('k_proj', 'o_proj'): ([64], [0] * 64)})
     # Windows by layer, saved and resumed: the last layer's alone.
     sliding = {**QWEN2, 'use_sliding_window': True, 'sliding_window': 9, 'max_window_layers': 1}
-    write_qwen2('sliding', sliding, model)
+    write_halves('sliding', sliding, model)
     narrow = [good(folder, f'windows by layer, {more}', load='sliding', save='narrow' + str(more['ranks']), **run_of, **more)
               for more in ({'ranks': 1}, {'ranks': 3, 'method': 'zigzag'}, {'ranks': 2, 'method': 'fpdt'})]
     for numbers in narrow[1:]:
-        near(numbers['loss'] + numbers['grad_norm'], narrow[0]['loss'] + narrow[0]['grad_norm'], 1e-4, 'windows by layer')
+        near(numbers['loss'] + numbers['grad_norm'], narrow[0]['loss'] + narrow[0]['grad_norm'], 'windows by layer', 1e-4)
     check(abs(narrow[0]['loss'][0] - base['loss'][0]) > 1e-4, 'windows by layer make no difference')
     saved = load('narrow1/checkpoint-1/config.json')
     equal([saved.get(key) for key in ('model_type', 'use_sliding_window', 'sliding_window', 'layer_types')],
           ['qwen2', True, 9, ['full_attention', 'sliding_attention']], 'windows by layer, saved')
-    write_qwen2('other', {**QWEN2, 'other_key': 1}, model)
-    write_qwen2('head', QWEN2, {**model, 'lm_head.weight': model['model.embed_tokens.weight']})
-    write_qwen2('another', QWEN2, {**model, 'lm_head.weight': ([300, 64], [0.5] * 300 * 64)})
+    write_halves('other', {**QWEN2, 'other_key': 1}, model)
+    write_halves('head', QWEN2, {**model, 'lm_head.weight': model['model.embed_tokens.weight']})
+    write_halves('another', QWEN2, {**model, 'lm_head.weight': ([300, 64], [0.5] * 300 * 64)})
     known = good(folder, 'an ignored key', load='other', ignore_key='other_key', **run_of)
     equal(known['loss'], good(folder, 'a stored head', load='head', **run_of)['loss'], 'an ignored key, a stored head: the loss')
     equal(known['config']['ignore_key'], ['other_key'], 'an ignored key')
@@ -1225,7 +1163,7 @@ def test_qwen2(folder):
     for name, said in ('without', [one, 'missing']), ('with', ['o_proj.bias is no tensor']), ('another', ['lm_head.weight is not the embedding']), (
             'other', ['other_key is a key that is not known of a qwen2', '--ignore-key']):
         failed(folder, given(load=name), 1, said)
-        failed(folder, words_of({'load': name, 'ids': 'ids.npy', 'out': 'bad.npy'}), 1, said, program=LOGITS)
+        no_logits(folder, said, load=name)
 
 
 def test_soft_cap(folder):
@@ -1235,13 +1173,12 @@ def test_soft_cap(folder):
                              'qk_norm': False, 'untied': False, 'attention_bias': 'none'})
     shapes |= {f'model.layers.{layer}.{which}_feedforward_layernorm.weight': [32] for layer in (0, 1) for which in ('pre', 'post')}
     draw = random.Random(7)
-    write_qwen2('gemma', config, {name: (shape, [draw.gauss(0, 0.5) for _ in range(math.prod(shape))]) for name, shape in shapes.items()})
+    write_halves('gemma', config, {name: (shape, [draw.gauss(0, 0.5) for _ in range(math.prod(shape))]) for name, shape in shapes.items()})
     ids = [draw.randrange(24) for _ in range(17)]
     write('window.npy', npy(ids))
     write('ids.npy', npy(ids[:16]))
     quiet(given(load='gemma', tokens_file='window.npy', tokens=16, steps=1, json='numbers.json'), folder, 'a soft-cap')
-    quiet(words_of({'load': 'gemma', 'ids': 'ids.npy', 'out': 'out.npy', 'ranks': 2}), folder, 'logits with a soft-cap', LOGITS)
-    near([cross_entropy('out.npy', ids[1:], 24)], numbers_of(folder)['loss'], 1e-5, 'the loss by the logits with a soft-cap')
+    near([cross_entropy(logits('a soft-cap', folder, load='gemma', ranks=2), ids[1:], 24)], numbers_of(folder)['loss'], 'the loss by the logits with a soft-cap', 1e-5)
 
 
 def test_padding(folder):
@@ -1253,10 +1190,10 @@ def test_padding(folder):
     embed, head, pad = 'model.embed_tokens.weight', 'lm_head.weight', 101  # an e, which every text has
     model[head] = model[embed]
     untied = {**QWEN2, 'tie_word_embeddings': False}
-    write_qwen2('untied', untied, model)
-    write_qwen2('untied_pad', {**untied, 'pad_token_id': pad}, model)
-    write_qwen2('tied', QWEN2, model)
-    write_qwen2('tied_pad', {**QWEN2, 'pad_token_id': pad - 300}, model)
+    write_halves('untied', untied, model)
+    write_halves('untied_pad', {**untied, 'pad_token_id': pad}, model)
+    write_halves('tied', QWEN2, model)
+    write_halves('tied_pad', {**QWEN2, 'pad_token_id': pad - 300}, model)
     write('window', read(BOOK)[1000:1065])
 
     def gradients(name, **more):
@@ -1403,9 +1340,7 @@ def killed(folder, what, kills, least, wait, other, **flags):
         rest = good(folder, f'{what}: after the kills', steps=steps, save=save, save_every=1, **(other if saved() else flags))
         equal(rest['loss'], whole['loss'][rest['first_step'] - 1:], f'{what}: after the kills')
         equal(os.listdir(save), [f'checkpoint-{steps}'], f'{what}: what is there after the kills')
-    for name in ('model.safetensors', 'optimizer.safetensors'):
-        got, want = (read(f'{path}/checkpoint-{steps}/{name}') for path in (save, whole_save))
-        check(got == want, f'{what}: {name} differs after the kills')
+    same_files(f'{save}/checkpoint-{steps}', f'{whole_save}/checkpoint-{steps}', f'{what}, after the kills')
 
 
 def test_kills(folder):
@@ -1529,18 +1464,18 @@ def test_schedules(folder):
     """The rate of every step, and the same over a resume; a schedule is the checkpoint's unless a flag changes it."""
     rise = [0.5e-2, 1e-2]
     line = [1e-2 + (1e-3 - 1e-2) * k / 8 for k in range(1, 9)]
-    near(rates(folder, 'cosine'), rise + [1e-3 + 4.5e-3 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 9)], 1e-12, 'cosine')
-    near(rates(folder, 'linear', schedule='linear', save='line'), rise + line, 1e-12, 'linear')
-    near(rates(folder, 'constant', schedule='constant'), rise + [1e-2] * 8, 1e-12, 'constant')
+    near(rates(folder, 'cosine'), rise + [1e-3 + 4.5e-3 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 9)], 'cosine', 1e-12)
+    near(rates(folder, 'linear', schedule='linear', save='line'), rise + line, 'linear', 1e-12)
+    near(rates(folder, 'constant', schedule='constant'), rise + [1e-2] * 8, 'constant', 1e-12)
     wsd = rise + [1e-2] * 5 + [1e-2 - 9e-3 * k / 3 for k in (1, 2, 3)]
-    near(rates(folder, 'wsd', schedule='wsd', decay=3), wsd, 1e-12, 'wsd')
-    near(rates(folder, 'wsd by itself', schedule='wsd', save='wsd'), rise + [1e-2] * 7 + [1e-3], 1e-12, 'wsd, a tenth')
+    near(rates(folder, 'wsd', schedule='wsd', decay=3), wsd, 'wsd', 1e-12)
+    near(rates(folder, 'wsd by itself', schedule='wsd', save='wsd'), rise + [1e-2] * 7 + [1e-3], 'wsd, a tenth', 1e-12)
     on = {'lr': None, 'warmup': None, 'log': 'on'}
-    near(rates(folder, 'wsd', schedule='wsd', decay=3, save='part', steps=10, log='rates'), wsd, 1e-12, 'wsd, saved')
+    near(rates(folder, 'wsd', schedule='wsd', decay=3, save='part', steps=10, log='rates'), wsd, 'wsd, saved', 1e-12)
     good(folder, 'wsd goes on', resume='part', steps=12, **on)
-    near([line['rate'] for line in lines_of('on')], [1e-2 - 9e-3 * 2 / 3, 1e-3], 1e-12, 'wsd over a resume')
+    near([line['rate'] for line in lines_of('on')], [1e-2 - 9e-3 * 2 / 3, 1e-3], 'wsd over a resume', 1e-12)
     good(folder, 'another schedule', resume='part', steps=12, schedule='constant', **on)
-    near([line['rate'] for line in lines_of('on')][2:], [1e-2, 1e-2], 1e-12, 'another schedule over a resume')
+    near([line['rate'] for line in lines_of('on')][2:], [1e-2, 1e-2], 'another schedule over a resume', 1e-12)
 
 
 def adamw(c, step, rate, decay, real, w, m, v, m_after):
@@ -1606,8 +1541,7 @@ def test_updates(folder):
             check_step(what, one['config'], step, rate[step - 1], one['grad_norm'][step - 1], what)
         for other in others:
             good(folder, f'{what}, {other}', **{**flags, 'resume': f'{what}/checkpoint-0', **other}, save='other')
-            for name in 'model.safetensors', 'optimizer.safetensors':
-                check(read(f'other/checkpoint-4/{name}') == read(f'{what}/checkpoint-4/{name}'), f'{what}, {other}: other bits of {name}')
+            same_files('other/checkpoint-4', f'{what}/checkpoint-4', f'{what}, {other}')
             shutil.rmtree('other')
 
 
@@ -1632,16 +1566,16 @@ def test_eval(folder):
               for method, ranks in [('ulysses', 1), ('upipe', 2), ('upipe', 3), ('upipe', 4)]]
     values += [still(folder, f'evaluated by {n} replicas', **{**loaded, 'ranks': ranks, 'replicas': n})['eval'] for ranks, n in [(2, 2), (8, 4)]]
     exact = 0 if plain['config']['products'] == 'built-in' else 1e-6  # a BLAS promises no equal bits
-    near([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 6, exact, 'evaluations by other ranks, methods and batches')
+    near([v[0]['loss'] for v in values], [evaluated['eval'][1]['loss']] * 6, 'evaluations by other ranks, methods and batches', exact)
     merged = [still(folder, f'evaluated by {method}', **loaded, method=method, ranks=ranks)['eval'][0]['loss']
               for method, ranks in [('zigzag', 3), ('upipe-fpdt', 2)]]
-    near(merged, [values[0][0]['loss']] * 2, 1e-6, 'the loss where attention is merged')
+    near(merged, [values[0][0]['loss']] * 2, 'the loss where attention is merged', 1e-6)
     parts = []
     for at in range(0, 320, 64):  # each window alone
         write('part', read('held')[at:at + 65])
         parts.append(still(folder, f'window {at}', **{**loaded, 'eval': 'part', 'ranks': 1})['eval'][0]['loss'] * 64)
     write('part', read('held')[:321])
-    near([sum(parts)], [still(folder, 'five windows', **{**loaded, 'eval': 'part'})['eval'][0]['loss'] * 320], max(exact, 1e-12), 'windows alone')
+    near([sum(parts)], [still(folder, 'five windows', **{**loaded, 'eval': 'part'})['eval'][0]['loss'] * 320], 'windows alone', max(exact, 1e-12))
     first = still(folder, 'first weights', save='first', layers=1)
     equal((first['loss'], first['eval'], os.listdir('first')), ([], [], ['checkpoint-0']), 'no step')
     same(good(folder, 'from first weights', resume='first', steps=4, save='first', layers=None, batch=None, lr=1e-3, warmup=1, min_lr=1e-4),
@@ -1740,7 +1674,7 @@ def test_renamed(folder):
     for where in ('m', 'm/checkpoint-100', 'm/checkpoint-100//'):
         failed(folder, given(resume=where, steps=6, save='m'), 1, words)
         failed(folder, given(load=where, steps=6), 1, words)
-        failed(folder, ['--load', where, '--ids', BOOK, '--out', 'l.npy'], 1, words, program=LOGITS)
+        no_logits(folder, words, load=where, ids=BOOK)
     failed(folder, given(save='m'), 1, words)
     # one that is older by its name, and would be pruned or replaced
     os.rename(os.path.join(folder, 'm', 'checkpoint-100'), os.path.join(folder, 'm', 'checkpoint-1'))
@@ -1752,30 +1686,21 @@ def test_renamed(folder):
     good(folder, 'a copy under a name of its own', resume='m/checkpoint-6', steps=8)
 
 
-def write_tensors(path, head, data):
-    text = json.dumps(head).encode()
-    write(path, struct.pack('<Q', len(text)) + text + data)
-
-
 def changed_header(path, change):
     _, _, head, start = safetensors(path)
     change(head)
-    write_tensors(path, head, read(path)[start:])
+    write_header(path, head, read(path)[start:])
 
 
 def emptied(path, name):
     """A tensor becomes one of no element."""
     metadata, tensors, _, _ = safetensors(path)
-    head, data = {'__metadata__': metadata}, b''
-    for one, (dtype, shape, raw) in tensors.items():
-        shape, raw = ([0], b'') if one == name else (shape, raw)
-        head[one] = {'dtype': dtype, 'shape': shape, 'data_offsets': [len(data), len(data) + len(raw)]}
-        data += raw
-    write_tensors(path, head, data)
+    write_tensors(path, {**tensors, name: (tensors[name][0], [0], b'')}, metadata)
 
 
 def test_broken(folder):
-    """A checkpoint that is not what it should be is refused, by --load where it is about the model."""
+    """A checkpoint that is not what it should be is refused, by --load where it is about the model. What files may say is in
+    cases/: here is what they must have of each other, and a case of each kind."""
     good(folder, 'a run', save='m')
     whole = 'm/checkpoint-4'
     gate = 'model.layers.1.mlp.gate_proj.weight'
@@ -1793,36 +1718,20 @@ def test_broken(folder):
     def header_case(what, name, change, words):
         case(f'{name}: {what}', name, lambda at: changed_header(at, change), words)
 
-    for name in (model, optimizer):
-        data, start = read(f'{whole}/{name}'), safetensors(f'{whole}/{name}')[3]
-        changed = {f'cut to {cut} bytes': data[:cut] for cut in (0, 4, 8, 9, start - 1, start, start + 1, len(data) // 2, len(data) - 1)}
-        changed |= {f'a header of {n}': struct.pack('<Q', n) + data[8:] for n in (2**64 - 1, 2**63, 10**8 + 1, len(data), 0)}
-        case(f'{name}: a pointer', name, lambda at: POINTER, [name, 'it is a Git LFS pointer'])
-        changed |= {'longer': data + b'x', 'no JSON': data[:8] + b'!' + data[9:], 'a list': struct.pack('<Q', 8) + b'[]      '}
-        for what, broken in changed.items():
-            case(f'{name}: {what}', name, lambda at, broken=broken: broken, [name])
-        case(f'{name} is gone', name, os.remove, ['model' if name == model else name])
     for name, prefix in ((model, ''), (optimizer, 'exp_avg.')):
-        for what, change, words in [
-            ('a shape', lambda t: t.update(shape=t['shape'][::-1]), [gate, '192', '64']),
-            ('another dtype', lambda t: t.update(dtype='I32'), [gate, 'I32']),
-            ('a dtype that is none', lambda t: t.update(dtype='F99'), ['F99']),
-            *((f'the shape {shape}', lambda t, shape=shape: t.update(shape=shape), [name])
-              for shape in ([1, 1], [2**62, 4], [2**32, 2**32], [-1, -1])),  # smaller, huge, overflowing, negative
-            ('offsets beyond the end', lambda t: t.update(data_offsets=[2**40, 2**40 + 49152]), [name]),
-            ('offsets that go back', lambda t: t.update(data_offsets=t['data_offsets'][::-1]), [name]),
-            ('no offsets', lambda t: t.pop('data_offsets'), [name]),
-        ]:
+        data = read(f'{whole}/{name}')
+        for what, broken in {'empty': b'', 'cut': data[:len(data) // 2], 'longer': data + b'x', 'a header of 2^63': struct.pack('<Q', 2**63) + data[8:]}.items():
+            case(f'{name}: {what}', name, lambda at, broken=broken: broken, [name])
+        case(f'{name}: a pointer', name, lambda at: POINTER, [name, 'it is a Git LFS pointer'])
+        case(f'{name} is gone', name, os.remove, ['model' if name == model else name])
+        for what, change, words in [('a shape', lambda t: t.update(shape=t['shape'][::-1]), [gate, '192', '64']),
+                                    ('another dtype', lambda t: t.update(dtype='I32'), [gate, 'I32']),
+                                    ('no offsets', lambda t: t.pop('data_offsets'), [name])]:
             header_case(what, name, lambda head, change=change: change(head[prefix + gate]), words)
         case(f'{name}: a shard of ZeRO-3', name, lambda at, empty=prefix + gate: emptied(at, empty), [gate, 'is empty, as where ZeRO-3'])
         header_case('another name', name, lambda head: head.update(
             {'model.layers.9.mlp.gate_proj.weight': head.pop(prefix + gate)}), ['gate_proj'])
-    for key, value in [('step', '-1'), ('step', 'x'), ('tokens', '1e3'), ('seed', '99999999999999999999'),
-                       ('format_version', '2'), ('dtype', 'f16'), ('tokens', '0'), ('batch', '0'), ('steps', '-1'), ('schedule', '4'),
-                       ('tokens', str(2**63 - 1)), ('batch', str(2**31)), ('adam_eps', '0'), ('beta1', '1'), ('lr', '1e4'),
-                       ('text_bytes', '1')]:
-        header_case(f'{key} is {value}', optimizer, lambda head, key=key, value=value: head['__metadata__'].update({key: value}),
-                    [key, value[:20]])
+    header_case('a step', optimizer, lambda head: head['__metadata__'].update(step='-1'), ['step is -1'])
     header_case('no metadata', optimizer, lambda head: head.pop('__metadata__'), ['missing'])
 
     for pickle in 'pytorch_model.bin', 'pytorch_model.bin.index.json':
@@ -1831,20 +1740,14 @@ def test_broken(folder):
     case('config.json: a pointer', 'config.json', lambda at: POINTER, ['config.json', 'Git LFS pointer'])
     config = load('m/checkpoint-4/config.json')
     for change, *words in [
-        ({'hidden_act': 'gelu'}, 'hidden_act', 'gelu'), ({'model_type': 'gpt2'}, 'gpt2'),
-        ({'rope_scaling': {'rope_type': 'llama3', 'factor': 8.0}}, 'rope_scaling', 'llama3'), ({'other': 1}, 'other', '--ignore-key'),
-        ({'rope_scaling': {'type': 'linear'}}, 'rope_scaling', 'linear', 'factor'),
-        ({'attention_bias': True}, 'q_proj.bias', 'missing'), ({'attention_bias': 1}, 'attention_bias'),
+        ({'model_type': 'gpt2'}, 'gpt2'), ({'other': 1}, 'other', '--ignore-key'), ({'attention_bias': True}, 'q_proj.bias', 'missing'),
         ({'model_type': 'qwen2', 'architectures': ['Qwen2ForCausalLM']}, 'q_proj.bias', 'missing'),
-        ({'num_hidden_layers': 3}, 'layers.2'), ({'num_hidden_layers': 1}, 'layers.1'),
-        ({'num_hidden_layers': 0}, 'num_hidden_layers', '0'), ({'hidden_size': 2**40}, 'hidden_size', str(2**40)),
-        ({'hidden_size': '64'}, 'hidden_size'), ({'hidden_size': None}, 'hidden_size'),
-        ({'intermediate_size': 128}, '192', '128'), ({'num_key_value_heads': 3}, '4', '3'), ({'vocab_size': 100}, '100', '256'),
-        ({'tie_word_embeddings': False}, 'lm_head'), ({'rms_norm_eps': -1}, 'rms_norm_eps', '-1'), ({'head_dim': 7}, 'head_dim', '7'),
+        ({'num_hidden_layers': 3}, 'layers.2'), ({'num_hidden_layers': 1}, 'layers.1'), ({'intermediate_size': 128}, '192', '128'),
+        ({'vocab_size': 100}, '100', '256'), ({'tie_word_embeddings': False}, 'lm_head'),
     ]:
         text = json.dumps({**config, **change})
         case(f'config.json: {change}', 'config.json', lambda at, text=text: text, words)
-    for text in (b'', b'{', b'[]', b'{"a": 1, "a": 2}', b'\xff\xfe', b'{} x', b'[' * 100000, b' ' * (1 << 24)):
+    for text in (b'', b'\xff\xfe', b'[' * 100000):
         case(f'config.json: {text[:20]}', 'config.json', lambda at, text=text: text, ['config.json'])
 
 
@@ -1992,13 +1895,13 @@ def test_plan(folder):
         slopes[method, activations] = slope = numbers['slope_units']
         found = re.search(r'peak +([\d.]+) +slab +([\d.]+)\n +host +([\d.]+) +slab +([\d.]+)', said)
         needed(found is not None, f'no slopes: {said}')
-        near([float(text) for text in found.groups()], list(slope.values()), 1e-2, f'{method}: slopes')
-        near([slope['slab'], slope['host_slab']], [slope['peak'], slope['host']], 1e-6, f'{method}: holes')
+        near([float(text) for text in found.groups()], list(slope.values()), f'{method}: slopes', 1e-2)
+        near([slope['slab'], slope['host_slab']], [slope['peak'], slope['host']], f'{method}: holes', 1e-6)
         check(all(part in said for part in PARTS), f'{method}: a part is missing: {said}')
     for method in ('ulysses', 'upipe'):
         here, away = slopes[method, 'ac'], slopes[method, 'offload']
         equal((here['host'], away['host']), (0, 32), f'{method}: what is in the second pool')
-        near([here['peak'] - away['peak']], [32], 1e-3, f'{method}: {here} and {away}')
+        near([here['peak'] - away['peak']], [32], f'{method}: {here} and {away}', 1e-3)
     upipe, ulysses = slopes['upipe', 'offload']['peak'], slopes['ulysses', 'offload']['peak']
     check(upipe <= 5.1 and upipe < ulysses <= 6.6, f'slopes: {slopes}')
     # Many stages, and sizes that nobody would wait for.
@@ -2016,7 +1919,7 @@ def test_plan(folder):
         slopes[activations] = numbers['slope_units']
     here, away = slopes['ac'], slopes['offload']
     check(1 <= away['peak'] <= away['slab'] <= 1.25, f'in segments: {away}')
-    near([here['peak'] - away['peak'], away['host'] - here['host']], [32, 32], 1e-3, 'copies, in segments')
+    near([here['peak'] - away['peak'], away['host'] - here['host']], [32, 32], 'copies, in segments', 1e-3)
     check(away['host_slab'] <= 40.1, f'the second pool in segments: {away}')
     # Where the kernels will run makes a difference, but need not be there.
     slope = planned(**shape, method='upipe', offload=True, device='cuda')[1]['slope_units']
@@ -2032,7 +1935,7 @@ def test_plan(folder):
         check(f' {numbers[key]} bytes' in done.stdout, f'{key} is not in the plan: {done.stdout}')
     equal(os.listdir(folder), ['numbers.json'], 'what a plan leaves')
     _, plan = planned(**small)
-    same(plan, numbers, 'a plan as JSON', ('plan_bytes', 'host_bytes', 'plan_sent_bytes', 'plan_moved_bytes', 'memory'))
+    same(plan, numbers, 'a plan as JSON', keys=('plan_bytes', 'host_bytes', 'plan_sent_bytes', 'plan_moved_bytes', 'memory'))
     equal(set(plan), {'config', 'plan_bytes', 'slab_bytes', 'host_bytes', 'host_slab_bytes', 'plan_sent_bytes',
                       'plan_moved_bytes', 'memory', 'rank', 'all_ranks', 'slope_units', 'slope_bytes_all_ranks'},
           'keys of a plan')

@@ -12,14 +12,13 @@ import copy
 import functools
 import json
 import os
-import struct
 import sys
 import tempfile
 from unittest import mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, end, equal, load, needed, other_python, read, run_command, run_test, write  # pylint: disable=wrong-import-position
-from programs import BOOK, npy, safetensors  # pylint: disable=wrong-import-position
+from programs import BOOK, npy, packed, safetensors  # pylint: disable=wrong-import-position
 
 os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'TQDM_DISABLE': '1'}
 try:
@@ -370,10 +369,7 @@ def test_packed(name, more, ways, ids, folder):
 
     losses = adamw_losses(exact, STEPS, functools.partial(loss_of, exact))
     theirs = 0 if ways is WAYS else furthest(adamw_losses(model, STEPS, functools.partial(loss_of, model)), losses)
-    n = len(LENGTHS)
-    write(os.path.join(folder, 'packed.bin'), bytes(ids.tolist()))
-    write(os.path.join(folder, 'packed.idx'),
-          struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, 1, n, n + 1, *LENGTHS, 0, *ends[:-1], *range(n + 1)))
+    packed(os.path.join(folder, 'packed'), ids.tolist(), LENGTHS, 1)
     for way in ways if ways is WAYS else ():  # linear attention takes one sequence at a time
         got = train_losses(folder, way, '--load', 'packed' + name, '--tokens-file', 'packed.bin', '--tokens', TOKENS, '--batch', BATCH,
                            '--steps', STEPS)

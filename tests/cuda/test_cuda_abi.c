@@ -7,7 +7,7 @@
 
 #include "../../examples/abi/upipe_abi.c"
 
-#include "../lib/qkv.h"
+#include "../lib/close.h"
 
 #include "fake/nccl.h"
 
@@ -18,8 +18,8 @@ enum { BY_THREADS, BY_ID, BY_COMM };
 typedef struct job {
     upipe_abi_desc desc;
     int by;
-    const tensors *in;
-    tensors *out;
+    const f32_block *in;
+    f32_block *out;
     upipe_abi *shared; /* where ranks are threads */
     ncclUniqueId id, world;
 } job;
@@ -54,7 +54,7 @@ static void columns(const rank_data *d, float *natural, int n, int at, int wide,
 
 static void data_open(rank_data *d, const job *j, const upipe_abi *u, int rank)
 {
-    float *const *in = j->in->at;
+    const f32_block *in = j->in;
     d->dtype = j->desc.dtype == UPIPE_ABI_BF16 ? UPIPE_BF16 : UPIPE_F32;
     d->rows = upipe_abi_rows(u, rank, NULL);
     CHECK(d->rows > 0 && upipe_abi_positions(u, rank, d->positions) == 0);
@@ -65,25 +65,25 @@ static void data_open(rank_data *d, const job *j, const upipe_abi *u, int rank)
     OK(cudaMalloc(&d->dout, bytes_of(d, HEADS * DIM)));
     OK(cudaMalloc(&d->saved, (size_t)upipe_abi_saved_bytes(u, rank)));
     OK(cudaHostAlloc(&d->host, bytes_of(d, WIDTH), cudaHostAllocDefault));
-    columns(d, in[DOUT], HEADS * DIM, 0, HEADS * DIM, 0);
+    columns(d, in->dout, HEADS * DIM, 0, HEADS * DIM, 0);
     OK(cudaMemcpyAsync(d->dout, d->host, bytes_of(d, HEADS * DIM), cudaMemcpyHostToDevice, d->stream));
     OK(cudaStreamSynchronize(d->stream));
-    columns(d, in[Q], HEADS * DIM, 0, WIDTH, 0);
-    columns(d, in[K], KV * DIM, HEADS * DIM, WIDTH, 0);
-    columns(d, in[V], KV * DIM, (HEADS + KV) * DIM, WIDTH, 0);
+    columns(d, in->q, HEADS * DIM, 0, WIDTH, 0);
+    columns(d, in->k, KV * DIM, HEADS * DIM, WIDTH, 0);
+    columns(d, in->v, KV * DIM, (HEADS + KV) * DIM, WIDTH, 0);
     OK(cudaMemcpyAsync(d->qkv, d->host, bytes_of(d, WIDTH), cudaMemcpyHostToDevice, d->stream));
 }
 
 /* The results, once the rank's stream has ended. */
 static void data_close(rank_data *d, const job *j)
 {
-    float *const *out = j->out->at;
-    columns(d, out[O], HEADS * DIM, 0, HEADS * DIM, 1);
+    const f32_block *out = j->out;
+    columns(d, out->o, HEADS * DIM, 0, HEADS * DIM, 1);
     OK(cudaMemcpyAsync(d->host, d->dqkv, bytes_of(d, WIDTH), cudaMemcpyDeviceToHost, d->stream));
     OK(cudaStreamSynchronize(d->stream));
-    columns(d, out[DQ], HEADS * DIM, 0, WIDTH, 1);
-    columns(d, out[DK], KV * DIM, HEADS * DIM, WIDTH, 1);
-    columns(d, out[DV], KV * DIM, (HEADS + KV) * DIM, WIDTH, 1);
+    columns(d, out->q, HEADS * DIM, 0, WIDTH, 1);
+    columns(d, out->k, KV * DIM, HEADS * DIM, WIDTH, 1);
+    columns(d, out->v, KV * DIM, (HEADS + KV) * DIM, WIDTH, 1);
     OK(cudaFree(d->qkv));
     OK(cudaFree(d->dqkv));
     OK(cudaFree(d->o));
@@ -166,25 +166,26 @@ static void test_case(upipe_abi_desc desc, int by)
 {
     const int mark = buffers_n;
     block_shape s = {0};
-    tensors in, first, again, naive;
-    test_rng rng = {17};
+    f32_block in, first, again;
     job j = {0};
-    s.tokens = TOKENS, s.batch = 1, s.h = HEADS, s.hkv = KV, s.d = DIM, s.dim = 32;
+    s.tokens = TOKENS, s.batch = 1, s.h = HEADS, s.hkv = KV, s.d = DIM, s.dim = 32, s.bare = 1;
     s.dtype = desc.dtype == UPIPE_ABI_BF16 ? UPIPE_BF16 : UPIPE_F32, s.scale = 1 / sqrt((double)DIM);
-    tensors_draw(&s, &rng, &in);
-    tensors_make(&s, &first);
-    tensors_make(&s, &again);
-    naive_run(&s, &in, NULL, 0, &naive);
-    memcpy(first.at[LSE], naive.at[LSE], (size_t)count(&s, LSE) * sizeof(float)); /* the ABI has none */
+    s.naive = NAIVE_NARROW;
+    block_inputs(&s, 17, &in);
+    f32_block_make(&s, &first);
+    f32_block_make(&s, &again);
+    f32_block_run(&s, &in, &first); /* for its lse: the ABI has none */
     j.desc = desc, j.by = by, j.in = &in, j.out = &first;
     fake_seed(0);
     run(&j);
-    check_oracle(&s, &in, NULL, NAIVE_NARROW, &first);
+    check_block(&s, &in, &first);
     j.out = &again;
     fake_seed(3);
     run(&j);
-    for (int i = O; i < LSE; ++i)
-        if (i != DOUT) CHECK_BYTES(again.at[i], first.at[i], (size_t)count(&s, i) * sizeof(float));
+    CHECK_BYTES(again.o, first.o, (size_t)block_count(&s, "o") * sizeof(float));
+    CHECK_BYTES(again.q, first.q, (size_t)block_count(&s, "q") * sizeof(float));
+    CHECK_BYTES(again.k, first.k, (size_t)block_count(&s, "k") * sizeof(float));
+    CHECK_BYTES(again.v, first.v, (size_t)block_count(&s, "v") * sizeof(float));
     fake_seed(0);
     buffers_free(mark);
 }

@@ -5,8 +5,6 @@
  */
 #include "cuda/runner_cuda.h"
 
-#include "../lib/close.h"
-
 /* A library's own text? */
 static int tells(const char *text)
 {
@@ -82,24 +80,6 @@ static void test_setup(int sticky)
 
 enum { RANKS = 2 };
 
-static void shape_of(block_shape *s)
-{
-    memset(s, 0, sizeof *s);
-    s->tokens = 16;
-    s->batch = 1;
-    s->dim = 32;
-    s->h = 4;
-    s->hkv = 2;
-    s->d = 64;
-    s->rope = 1;
-    s->normed = 1;
-    s->projected = 1;
-    s->dtype = UPIPE_BF16;
-    s->scale = 0.125;
-    s->theta = 10000;
-    s->eps = 1e-6;
-}
-
 /* One run whose call k fails on a rank; `want` holds the results of a run without errors. */
 static void check_fault(const cuda_case *clean, const f32_block *in, const f32_block *want, int rank, long k,
                         int sticky)
@@ -137,17 +117,13 @@ static void check_fault(const cuda_case *clean, const f32_block *in, const f32_b
 
 static void test_block(int nccl, long seed, long draws)
 {
-    cuda_case test;
+    cuda_case test = {.run = run_of(16, 4, 2, 64, 32, RANKS, 2, UPIPE_BF16), .nccl = nccl};
     run_result first, last;
     f32_block in;
     test_rng rng;
     long calls[RANKS];
-    memset(&test, 0, sizeof test);
     rng.state = (uint64_t)seed;
-    shape_of(&test.run.shape);
-    test.run.ranks = RANKS;
-    test.nccl = nccl;
-    test.run.chunk = 2;
+    test.run.shape.rope = test.run.shape.normed = test.run.shape.projected = 1;
     block_inputs(&test.run.shape, 5, &in);
     CHECK_STATUS(cuda_block(&test, &in, &first), UPIPE_OK, first.errors[0]);
     check_block(&test.run.shape, &in, &first.out);

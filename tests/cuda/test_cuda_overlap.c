@@ -113,8 +113,7 @@ static void check_overlap(const char *capability, int d, int margin, int later, 
               "%s, head dim %d, margin %d, priority %s: %d stages overlap", capability, d, margin,
               later ? "equal" : "greatest", overlapped(STAGES));
     if (first->out.o == NULL) *first = r;
-    SAME_BITS(*first, r, o, &test.run.shape);
-    SAME_BITS(*first, r, x, &test.run.shape);
+    same_bits(&test.run.shape, first, &r, "o x");
 }
 
 static void test_dim(int dim)

@@ -16,9 +16,9 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
-from hybrid import CONFIG, packed, random_tensors, write_model  # pylint: disable=wrong-import-position
+from hybrid import CONFIG, random_tensors  # pylint: disable=wrong-import-position
 from launch_ranks import run_ranks  # pylint: disable=wrong-import-position
-from programs import BOOK, METHODS, TOP, npy  # pylint: disable=wrong-import-position
+from programs import BOOK, METHODS, TOP, npy, packed, write_model  # pylint: disable=wrong-import-position
 
 FOLDER = os.path.abspath(sys.argv[1])
 FULL = bool(os.environ.get('UPIPE_FULL'))
@@ -251,7 +251,7 @@ def test_linear(folder):
     model, text, ids, out = (os.path.join(folder, name) for name in ('model', 'text', 'ids', 'out'))
     lengths = [70, 1, 25, 0, 64, 33] # of two windows, whose second rank begins within a chunk, and a target
     write_model(model, config, random_tensors(config))
-    packed(text, read(BOOK)[3000:3000 + sum(lengths)], lengths)
+    packed(text, read(BOOK)[3000:3000 + sum(lengths)], lengths, 1)
     flags = ['--load', model, '--tokens-file', text + '.bin', '--tokens', '96', '--sample', '0', '--lr', '1e-3', '--warmup', '0',
              '--steps', '2', '--device']
     for ranks, more in ('1', ['--activations', 'sac']), ('2', ['--offload', '--zero', '3']):

@@ -24,7 +24,6 @@ import re
 import shlex
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ import time
 
 sys.path.extend(os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', name) for name in ('lib', 'net'))
 from checks import check, end, read, run_command, tree as files_of, write  # pylint: disable=wrong-import-position
-from programs import BOOK, npy, safetensors, sentences  # pylint: disable=wrong-import-position
+from programs import BOOK, npy, packed, safetensors, sentences  # pylint: disable=wrong-import-position
 from run_mpi import RANK, command, own  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, COMPARE, PLAN, FAULT = (os.path.abspath(word) for word in sys.argv[1:6])
@@ -242,9 +241,7 @@ def scenes(root):
         """Two files behind a list, one with an index, and a mask."""
         old(folder)
         ids = read(BOOK)[:2000]
-        write(os.path.join(folder, 'a.bin'), ids[:900])
-        write(os.path.join(folder, 'a.idx'), struct.pack('<9sQBQQ3i3q4q', b'MMIDIDX\0\0', 1, 1, 3, 4, 300, 0, 600, 0, 300, 300,
-                                                         0, 1, 2, 3))
+        packed(os.path.join(folder, 'a'), ids[:900], [300, 0, 600], 1)
         write(os.path.join(folder, 'b.npy'), npy(ids[900:]))
         write(os.path.join(folder, 'list'), 'a.bin\nb.npy\n')
         write(os.path.join(folder, 'mask'), b'\1' * 2000)

@@ -2,7 +2,7 @@
 """make_gated_attention.py OUT -- writes gated_attention.h: numbers of the output and gradients of an attention block, in f64
 
 The block is the Qwen3_5Attention of Hugging Face's transformers, in PyTorch, whose output is gated. Its inputs and weights
-are not stored, since ../test_out_gate.c draws the same ones. README.md says what the file has.
+are not stored, since ../test_gated_output.c draws the same ones. README.md says what the file has.
 """
 
 import os

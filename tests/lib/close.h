@@ -3,20 +3,14 @@
  *     check_block(&shape, &in, &result.out);
  *     check_tile(&shape, &in, &got);                     where oracle_tile.h is included
  *
- * The naive ways that are slow to run are asked only where the others do not settle it: more can but raise the bound.
+ * shape.naive: 0, or NAIVE_NARROW for kernels on matrix units. The naive ways that are slow to run are asked only where
+ * the others do not settle it: more can but raise the bound.
  */
 #ifndef UPIPE_TEST_CLOSE_H
 #define UPIPE_TEST_CLOSE_H
 
 #include "oracle_block.h"
 #include "tolerance.h"
-
-/* Results of a block: all but the inputs dout and dy. */
-#define BLOCK_RESULTS(X) \
-    X(o)                 \
-    X(lse)               \
-    X(y)                 \
-    X(q) X(x) X(wq) X(wk) X(wv) X(wo) X(wg) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
 
 /* Results of a tile: all tensors but the gradient that comes in. */
 #define TILE_RESULTS(X) X(x) X(gate) X(up) X(down) X(head) X(norm_weight) X(post_norm_weight) X(y) X(loss)
@@ -51,7 +45,7 @@
         f64_##kind##_run(s, &in64, &want);                                                        \
         while (ways < NAIVE_WAYS && !holds) {                                                     \
             for (int pair = 0; pair < 2; ++pair, ++ways) {                                        \
-                t.naive = ways;                                                                   \
+                t.naive = s->naive | ways;                                                        \
                 f32_##kind##_make(&t, &naive[ways]);                                              \
                 f32_##kind##_run(&t, in, &naive[ways]);                                           \
             }                                                                                     \

@@ -2,6 +2,7 @@
  *
  *     drawn d;
  *     draw(&rng, &d);                      d.t: a run_case (runner.h)
+ *     draw_bare(&rng, &d);                 without its projections: Q, K and V are the host's
  *     expected(&d.t)                       the status that the library must give
  *     say_replay(&d.t, seed);              after a failure: how to run this draw alone
  */
@@ -113,6 +114,16 @@ static void draw(test_rng *rng, drawn *d)
     t->shape.biased = test_below(rng, 3) == 0;
     if (test_below(rng, 3) == 0) t->table = table_reads_o;
     if (test_below(rng, 3) == 0) block_rope_own(&t->shape, 2 * test_below(rng, t->shape.d / 2 + 1));
+}
+
+static void draw_bare(test_rng *rng, drawn *d)
+{
+    run_case *t = &d->t;
+    t->shape.bare = 1;
+    t->shape.rope = t->shape.normed = t->shape.projected = t->shape.biased = t->dx_apart = 0;
+    t->fused = test_below(rng, 2);
+    t->wide = test_below(rng, 3) == 0;
+    t->in_place = test_below(rng, 3) == 0;
 }
 
 /* What upipe_plan_init and the layer packed sequence, said a second time. */

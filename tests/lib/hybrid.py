@@ -1,13 +1,8 @@
-"""hybrid.py -- a small random Qwen3.5, three layers of linear attention to one with a gated output, and packed documents"""
+"""hybrid.py -- a small random Qwen3.5, three layers of linear attention to one with a gated output"""
 
 import array
-import json
 import math
-import os
 import random
-import struct
-
-from checks import write
 
 # What a Qwen3.5 says of itself on Hugging Face, but for the sizes.
 CONFIG = {'attention_bias': False, 'attention_dropout': 0.0, 'attn_output_gate': True, 'dtype': 'bfloat16', 'eos_token_id': 248044,
@@ -41,29 +36,10 @@ def tensors_wanted(config):
     return want
 
 
-def write_model(folder, config, tensors):
-    """tensors: name -> (shape, bytes of f32)"""
-    os.makedirs(folder)
-    write(f'{folder}/config.json', json.dumps(config))
-    head, data = {'__metadata__': {'format': 'pt'}}, b''
-    for name, (shape, piece) in tensors.items():
-        head[name] = {'dtype': 'F32', 'shape': shape, 'data_offsets': [len(data), len(data) + len(piece)]}
-        data += piece
-    text = json.dumps(head).encode()
-    write(f'{folder}/model.safetensors', struct.pack('<Q', len(text)) + text + data)
-
-
 def random_tensors(config):
+    """{name: (dtype, shape, bytes)}"""
     draw, tensors = random.Random(35), {}
     for name, shape in tensors_wanted(config).items():
         middle, width = (1, 0.2) if 'linear_attn.norm' in name else (0, 0.3) if 'conv1d' in name or len(shape) == 1 else (0, 0.1)
-        tensors[name] = shape, array.array('f', [draw.gauss(middle, width) for _ in range(math.prod(shape))]).tobytes()
+        tensors[name] = 'F32', shape, array.array('f', [draw.gauss(middle, width) for _ in range(math.prod(shape))]).tobytes()
     return tensors
-
-
-def packed(name, ids, lengths):
-    """Bytes of tokens, and Megatron's index of documents."""
-    n = len(lengths)
-    offsets = [sum(lengths[:i]) for i in range(n)]
-    write(name + '.bin', bytes(ids))
-    write(name + '.idx', struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, 1, n, n + 1, *lengths, *offsets, *range(n + 1)))

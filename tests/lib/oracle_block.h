@@ -10,8 +10,8 @@
  *     f64_block_run(&shape, &in64, &want);              in64: the same values, f64_block_widen
  *     f32_block_run(&shape, &in, &naive);
  *
- * In a result, x is dx, wq is dWq and so on; q is dQ, the gradient of the projected queries [batch][S][H*d].
- *
+ * In a result, x is dx, wq is dWq and so on; q is dQ, the gradient of the projected queries [batch][S][H*d]. A bare
+ * block is attention alone: q, k [batch][S][Hkv*d] and v [batch][S][Hkv*v_dim] are inputs, and in a result gradients.
  */
 #ifndef UPIPE_TEST_ORACLE_BLOCK_H
 #define UPIPE_TEST_ORACLE_BLOCK_H
@@ -29,6 +29,7 @@ typedef struct block_shape {
     int normed;                 /* QK norm */
     int projected;              /* with the output projection */
     int gated;                  /* its input is gated by x, upipe_layer.h */
+    int bare;                   /* without projections, upipe_qkv.h */
     int biased;                 /* bq, bk, bv, and bo with the output projection */
     int naive;                  /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
@@ -41,36 +42,36 @@ typedef struct block_shape {
     int sinks;
 } block_shape;
 
-/* Inputs or results; elements in block_count's order. */
-#define BLOCK_TENSORS(X) \
-    X(x)                 \
-    X(wq)                \
-    X(wk)                \
-    X(wv)                \
-    X(wo)                \
-    X(wg)                \
-    X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo) X(o) X(dout) X(q) X(lse) X(y) X(dy)
+/* What has gradients that are sums over tokens; the first five are stored in the storage type. */
+#define BLOCK_WEIGHTS(X) \
+    X(wq) X(wk) X(wv) X(wo) X(wg) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
+
+/* Results, and (BLOCK_TENSORS) results or inputs; elements in block_count's order. */
+#define BLOCK_RESULTS(X) BLOCK_WEIGHTS(X) X(o) X(lse) X(y) X(q) X(k) X(v) X(x)
+#define BLOCK_TENSORS(X) BLOCK_RESULTS(X) X(dout) X(dy)
 
 static inline int64_t block_count(const block_shape *s, const char *name)
 {
     int64_t rows = s->batch * s->tokens, v_dim = s->v_dim > 0 ? s->v_dim : s->d, hd = (int64_t)s->h * s->d,
-            ho = s->h * v_dim;
-    if (!strcmp(name, "wq")) return hd * s->dim;
-    if (!strcmp(name, "wk")) return (int64_t)s->hkv * s->d * s->dim;
-    if (!strcmp(name, "wv")) return s->hkv * v_dim * s->dim;
+            ho = s->h * v_dim, kvd = (int64_t)s->hkv * s->d, kvv = s->hkv * v_dim, dim = s->bare ? 0 : s->dim;
+    if (!strcmp(name, "wq")) return hd * dim;
+    if (!strcmp(name, "wk")) return kvd * dim;
+    if (!strcmp(name, "wv")) return kvv * dim;
     if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
     if (!strcmp(name, "wg")) return s->gated ? ho * s->dim : 0;
     if (!strcmp(name, "q_norm_weight") || !strcmp(name, "k_norm_weight")) return s->normed ? s->d : 0;
     if (!strcmp(name, "sinks")) return s->sinks ? s->h : 0;
     if (!strcmp(name, "bq")) return s->biased ? hd : 0;
-    if (!strcmp(name, "bk")) return s->biased ? (int64_t)s->hkv * s->d : 0;
-    if (!strcmp(name, "bv")) return s->biased ? s->hkv * v_dim : 0;
+    if (!strcmp(name, "bk")) return s->biased ? kvd : 0;
+    if (!strcmp(name, "bv")) return s->biased ? kvv : 0;
     if (!strcmp(name, "bo")) return s->biased && s->projected ? s->dim : 0;
     if (!strcmp(name, "o") || !strcmp(name, "dout")) return rows * ho;
     if (!strcmp(name, "q")) return rows * hd;
+    if (!strcmp(name, "k")) return s->bare ? rows * kvd : 0;
+    if (!strcmp(name, "v")) return s->bare ? rows * kvv : 0;
     if (!strcmp(name, "lse")) return rows * s->h;
     if (!strcmp(name, "y") || !strcmp(name, "dy")) return s->projected ? rows * s->dim : 0;
-    return rows * s->dim;
+    return rows * dim;
 }
 
 /* RoPE with what Llama of old has not: a factor of 1.2, `dims` of a head, and rates that are no theta's. */
@@ -140,6 +141,11 @@ static inline void block_inputs(const block_shape *s, uint64_t seed, f32_block *
     BLOCK_FILL(bk, 0.5)
     BLOCK_FILL(bv, 0.5)
     BLOCK_FILL(bo, 0.5)
+    if (s->bare) {
+        BLOCK_FILL(q, 1)
+        BLOCK_FILL(k, 1)
+        BLOCK_FILL(v, 1)
+    }
 #undef BLOCK_FILL
     for (i = 0; s->normed && i < s->d; ++i) {
         in->q_norm_weight[i] = (float)(1 + 0.1 * test_normal(&rng));

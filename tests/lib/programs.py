@@ -9,7 +9,7 @@ import signal
 import struct
 import subprocess
 
-from checks import check, equal, read, run_command, tree
+from checks import check, equal, load, needed, read, run_command, tree, write
 
 TOP = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 BOOK = os.path.join(TOP, 'examples', 'data', 'genesis_exodus.txt')
@@ -41,10 +41,28 @@ def sentences(stderr):
     return [line for line in stderr.splitlines() if not re.match(r'step \d+/\d+  loss |\d+ settings planned in ', line)]
 
 
-def same(got, want, what, first=0):
+def trained(program, what, said=0, **flags):
+    """The numbers of a training that says so many sentences. It holds and sends what its plan says."""
+    done = run_command([program, *words_of({**flags, 'json': 'out.json'})], timeout=280)
+    needed(done.returncode == 0, f'{what}: status {done.returncode}: {done.stderr}')
+    equal(len([line for line in sentences(done.stderr) if '  evaluation: ' not in line]), said, f'{what}: {done.stderr}')
+    numbers = load('out.json')
+    if numbers['loss']:
+        equal(numbers['peak_bytes'], numbers['plan_bytes'], f'{what}: peak')
+        equal(numbers['sent_bytes_per_step'], numbers['plan_sent_bytes'], f'{what}: bytes sent')
+    return numbers
+
+
+def same(got, want, what, first=0, keys=('loss', 'grad_norm')):
     """Losses and norms of a training, in JSON, have the same bits as those of another one from step `first` on."""
-    for key in ('loss', 'grad_norm'):
-        equal(got[key], want[key][first:], f'{what}: {key}')
+    for key in keys:
+        equal(got[key], want[key][first:] if first else want[key], f'{what}: {key}')
+
+
+def same_files(got, want, what):
+    """Of two checkpoints, by their folders."""
+    for name in ('config.json', 'model.safetensors', 'optimizer.safetensors'):
+        check(os.path.exists(f'{got}/{name}') and read(f'{got}/{name}') == read(f'{want}/{name}'), f'{what}: {name} has other bytes')
 
 
 def near(got, want, what, relative=1e-5):
@@ -104,6 +122,37 @@ def safetensors(path):
     tensors = {name: (t['dtype'], t['shape'], data[start + t['data_offsets'][0]:start + t['data_offsets'][1]])
                for name, t in head.items() if name != '__metadata__'}
     return head.get('__metadata__', {}), tensors, head, start
+
+
+def write_tensors(path, tensors, metadata=None):
+    """A file of {name: (dtype, shape, bytes)}."""
+    head, at = {} if metadata is None else {'__metadata__': metadata}, 0
+    for name, (dtype, shape, data) in tensors.items():
+        head[name] = {'dtype': dtype, 'shape': shape, 'data_offsets': [at, at + len(data)]}
+        at += len(data)
+    write_header(path, head, b''.join(data for _, _, data in tensors.values()))
+
+
+def write_header(path, head, data):
+    """The same of a header as it is, good or bad."""
+    text = json.dumps(head).encode()
+    write(path, struct.pack('<Q', len(text)) + text + data)
+
+
+def write_model(folder, config, tensors):
+    """A folder as Hugging Face has it."""
+    os.makedirs(folder)
+    write(f'{folder}/config.json', json.dumps(config))
+    write_tensors(f'{folder}/model.safetensors', tensors, {'format': 'pt'})
+
+
+def packed(name, ids, lengths, width=2):
+    """Raw ids of 1 or 2 bytes, and Megatron's index of their documents, a sequence each."""
+    n = len(lengths)
+    offsets = [sum(lengths[:i]) * width for i in range(n)]
+    write(name + '.bin', struct.pack(f'<{len(ids)}{"BH"[width - 1]}', *ids))
+    write(name + '.idx', struct.pack(f'<9sQBQQ{n}i{n}q{n + 1}q', b'MMIDIDX\0\0', 1, {1: 1, 2: 8}[width], n, n + 1, *lengths, *offsets,
+                                     *range(n + 1)))
 
 
 def replay(events, what):

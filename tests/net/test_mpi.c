@@ -42,7 +42,6 @@ static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *u
 #define upipe_threads_grid_use grid_use
 #include "../lib/runner.h"
 #include "../lib/transfers.h"
-#include "../lib/close.h"
 #undef upipe_threads_comm
 #undef upipe_threads_run
 #undef upipe_threads_grid_use
@@ -50,14 +49,16 @@ static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *u
 static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
                               upipe_status *statuses, upipe_err *e)
 {
-    run_user *u = (run_user *)user;
+    run_state *state = (run_state *)user;
     upipe_status s;
     int rank;
     if (over_mpi == NULL) return upipe_threads_run(world, body, user, statuses, e);
     rank = over_mpi->rank;
     s = body(user, rank);
-    MPI_Allreduce(MPI_IN_PLACE, u->moved, over_mpi->ranks, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);
-    for (int r = 0; r < over_mpi->ranks; ++r) statuses[r] = s;
+    for (int r = 0; r < over_mpi->ranks; ++r) {
+        MPI_Allreduce(MPI_IN_PLACE, &state->own[r].moved, 1, MPI_INT64_T, MPI_SUM, MPI_COMM_WORLD);
+        statuses[r] = s;
+    }
     return s;
 }
 

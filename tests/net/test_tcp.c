@@ -47,7 +47,6 @@ static void grid_use(upipe_threads_grid *g, int rank, upipe_ctx *c)
 #define upipe_threads_grid_use grid_use
 #include "../lib/runner.h"
 #include "../lib/transfers.h"
-#include "../lib/close.h"
 #undef upipe_threads_comm
 #undef upipe_threads_grid_use
 
@@ -739,12 +738,6 @@ static void test_death(int victim, int what)
 
 /* ---- the attention block: the same bits as on ranks that share memory ---- */
 
-#define SAME(tensor)                                                                            \
-    CHECK_SAY(block_count(&t.shape, #tensor) == 0 ||                                            \
-                  memcmp(got.out.tensor, threads.out.tensor,                                    \
-                         (size_t)block_count(&t.shape, #tensor) * sizeof *got.out.tensor) == 0, \
-              "%s differs from the thread ranks', %d rings", #tensor, rings);
-
 static void teams_open(mesh *meshes, upipe_tcp *ends, int ranks, int groups, int across)
 {
     for (int g = 0; g < groups; ++g) {
@@ -781,14 +774,13 @@ static void test_block(int dtype, int rings)
     }
     CHECK(run_block(&t, &in, &got) == UPIPE_OK);
     world_tcp = team_tcp = ring_tcp = NULL;
-    BLOCK_RESULTS(SAME)
+    same_bits(&t.shape, &threads, &got, NULL);
     for (int i = 0; i < 3 * 2 * TEAM; ++i) {
         ends[i].comm.deadline = 0; /* they say goodbye one after the other */
         (void)upipe_tcp_free(&ends[i], NULL);
     }
     for (int i = 0; i < 3 * TEAM; ++i) mesh_close(&meshes[i]);
 }
-#undef SAME
 
 /* ---- parts of a world ---- */
 

@@ -1,9 +1,7 @@
-/* test_out_gate -- the gated output projection in a whole block on thread ranks: against f64, the same bits over C, U
- * and tiles, golden states, bytes, refusals, failures */
-#include "lib/runner.h"
-#include "lib/close.h"
+/* test_gated_output -- the gated output projection in a whole block on thread ranks: against f64, the same bits over C, U
+ * and tiles, golden states, bytes, failures */
+#include "lib/block_checks.h"
 #include "lib/golden.h"
-#include "lib/out_of_memory.h"
 #include "lib/reads_o.h"
 #include "golden/gated_attention.h"
 
@@ -15,70 +13,11 @@ static run_case gated_of(int64_t tokens, int h, int hkv, int64_t dim, int ranks,
     return t;
 }
 
-/* ---- the oracle's own gradients: central differences of sum(dy * y) ---- */
-
-static double objective(const block_shape *s, const f64_block *in)
-{
-    const int mark = buffers_n;
-    f64_block r;
-    double sum = 0;
-    f64_block_make(s, &r);
-    f64_block_run(s, in, &r);
-    for (int64_t k = 0; k < block_count(s, "dy"); ++k) sum += r.y[k] * in->dy[k];
-    buffers_free(mark);
-    return sum;
-}
-
-static void test_finite_differences(void)
-{
-    for (int kind = 0; kind < 4; ++kind) {
-        run_case t = gated_of(7, 4, kind == 3 ? 4 : 2, 12, 1, 4, UPIPE_F32);
-        f32_block in;
-        f64_block in64, at;
-        t.shape.d = 8;
-        t.shape.scale = 0.3;
-        t.shape.batch = 1 + kind % 2;
-        t.shape.rope = kind % 3;
-        t.shape.normed = t.shape.biased = kind & 1;
-        t.shape.v_dim = kind >= 2 ? 5 : 0;
-        t.shape.sinks = kind == 2;
-        block_inputs(&t.shape, (uint64_t)(7 + kind), &in);
-        f64_block_widen(&t.shape, &in, &in64);
-        f64_block_make(&t.shape, &at);
-        f64_block_run(&t.shape, &in64, &at);
-#define DIFFERENCE(tensor)                                                                                   \
-    for (int64_t n = block_count(&t.shape, #tensor), i = 0; in64.tensor != NULL && i < n; i += 1 + n / 20) { \
-        const double kept = in64.tensor[i], h = 0x1p-17;                                                     \
-        double f[2], got;                                                                                    \
-        in64.tensor[i] = kept - h;                                                                           \
-        f[0] = objective(&t.shape, &in64);                                                                   \
-        in64.tensor[i] = kept + h;                                                                           \
-        f[1] = objective(&t.shape, &in64);                                                                   \
-        in64.tensor[i] = kept;                                                                               \
-        got = (f[1] - f[0]) / (2 * h);                                                                       \
-        CHECK_SAY(fabs(got - at.tensor[i]) <= 1e-7, "d %s[%d] is %.12g, differences give %.12g", #tensor,    \
-                  (int)i, at.tensor[i], got);                                                                \
-    }
-        DIFFERENCE(x)
-        DIFFERENCE(wg)
-        RUN_GRADIENTS(DIFFERENCE)
-#undef DIFFERENCE
-    }
-}
-
 /* ---- against the oracle ---- */
-
-static void check_case(const run_case *t, uint64_t seed)
-{
-    f32_block in;
-    run_result r;
-    block_inputs(&t->shape, seed, &in);
-    if (CHECK_SAY(run_block(t, &in, &r) == UPIPE_OK, "%s", r.errors[0].text))
-        check_block(&t->shape, &in, &r.out);
-}
 
 static void test_against_oracle(upipe_dtype dtype)
 {
+    run_result r;
     for (int kind = 0; kind < 6; ++kind) {
         run_case t = gated_of(33, 8, kind == 1 ? 8 : 4, 48, 4, 4, dtype);
         t.shape.batch = 1 + kind % 2;
@@ -89,24 +28,24 @@ static void test_against_oracle(upipe_dtype dtype)
         t.tile_rows = kind == 4 ? 5 : 0;
         if (kind == 2) t.shape.v_dim = 40;
         if (kind == 5) t.table = table_reads_o;
-        check_case(&t, (uint64_t)(100 + kind));
+        check_case(&t, (uint64_t)(100 + kind), &r);
         t.ranks = 1;
         t.chunk = kind % 2 ? 8 : 1;
-        check_case(&t, (uint64_t)(200 + kind));
+        check_case(&t, (uint64_t)(200 + kind), &r);
         t.ranks = 2; /* stages that overlap, on a thread of their own and on the rank's line */
         t.chunk = 2;
         t.overlap = 1;
         t.side_stream_inline = kind % 2;
-        check_case(&t, (uint64_t)(300 + kind));
+        check_case(&t, (uint64_t)(300 + kind), &r);
         t.overlap = 0;
         t.ring = 2;
         t.layout = kind % 2 ? UPIPE_ZIGZAG : UPIPE_STRIPED;
-        check_case(&t, (uint64_t)(400 + kind));
+        check_case(&t, (uint64_t)(400 + kind), &r);
         if (kind == 5) continue;
         t = gated_of(33, 9, 3, 40, 2, 2, dtype); /* heads that do not divide, and the naive order */
         t.naive = kind == 1;
         if (t.naive) t.shape.h = 8, t.shape.hkv = 4;
-        check_case(&t, (uint64_t)(500 + kind));
+        check_case(&t, (uint64_t)(500 + kind), &r);
     }
 }
 
@@ -158,49 +97,13 @@ static void test_golden(void)
 
 /* ---- bits ---- */
 
-static int next_chunk(int chunk, int ranks, int heads)
-{
-    return chunk < heads && chunk + ranks > heads ? heads : chunk + ranks;
-}
-
-/* Every (C, U), also where heads or tokens do not divide: y and what goes back to the attention are the same for all,
- * gradients of weights for every chunk of a team. */
 static void test_bits(int h, int hkv, upipe_dtype dtype)
 {
-    static const int ranks_of[] = {1, 2, 3, 4, 8};
     run_case t = gated_of(47, h, hkv, 40, 1, h, dtype);
-    run_result first, of_ranks = {0}, r;
-    f32_block in;
-    int runs = 0;
     t.shape.batch = 2;
     t.shape.rope = t.shape.biased = 1;
     t.tile_rows = 7;
-    block_inputs(&t.shape, 42, &in);
-    CHECK(run_block(&t, &in, &first) == UPIPE_OK);
-    for (int i = 0; i < 5; ++i) {
-        int begun = 0;
-        t.ranks = ranks_of[i];
-        for (int chunk = t.ranks < h ? t.ranks : h; chunk <= h; chunk = next_chunk(chunk, t.ranks, h)) {
-            t.chunk = chunk;
-            if (!CHECK_SAY(run_block(&t, &in, &r) == UPIPE_OK, "C %d U %d: %s", t.ranks, chunk,
-                           r.errors[0].text))
-                continue;
-            ++runs;
-            SAME_BITS(r, first, y, &t.shape);
-            SAME_BITS(r, first, q, &t.shape);
-            if (!r.plan.kv_grads_partial) SAME_BITS(r, first, x, &t.shape);
-            if (begun) {
-                SAME_BITS(r, of_ranks, wo, &t.shape);
-                SAME_BITS(r, of_ranks, wg, &t.shape);
-                SAME_BITS(r, of_ranks, bo, &t.shape);
-                SAME_BITS(r, of_ranks, wq, &t.shape);
-            } else {
-                of_ranks = r;
-                begun = 1;
-            }
-        }
-    }
-    CHECK(runs >= 6);
+    check_chunks(&t);
 }
 
 /* Tiles of any number of rows. */
@@ -217,13 +120,7 @@ static void test_tiles(upipe_dtype dtype)
     for (int i = 0; i < 6; ++i) {
         t.tile_rows = rows_of[i];
         CHECK_STATUS(run_block(&t, &in, &r), UPIPE_OK, r.errors[0]);
-#define SAME(tensor) \
-    if (r.out.tensor != NULL) SAME_BITS(r, first, tensor, &t.shape);
-        SAME(y)
-        SAME(x)
-        SAME(wg)
-        RUN_GRADIENTS(SAME)
-#undef SAME
+        same_bits(&t.shape, &r, &first, NULL);
     }
 }
 
@@ -243,40 +140,17 @@ static void test_open(upipe_dtype dtype, int ranks, void (*table)(upipe_ops *ops
     for (int64_t i = 0; i < block_count(&t.shape, "wg"); ++i) CHECK(r.out.wg[i] == 0);
     t.shape.gated = 0;
     CHECK_STATUS(run_block(&t, &in, &plain), UPIPE_OK, plain.errors[0]);
-#define SAME(tensor) \
-    if (r.out.tensor != NULL) SAME_BITS(r, plain, tensor, &t.shape);
-    SAME(o)
-    SAME(y)
-    SAME(x)
-    SAME(q)
-    RUN_GRADIENTS(SAME)
-#undef SAME
+    same_bits(&t.shape, &r, &plain, NULL);
 }
 
-/* Gradients are added to what lies there: a sum that begins with it, of as many more terms as tokens. */
 static void test_begun(void)
 {
-    run_result empty, begun;
-    f32_block in;
     run_case t = gated_of(150, 4, 2, 24, 1, 2, UPIPE_F32);
     t.tile_rows = 64;
-    block_inputs(&t.shape, 7, &in);
-    CHECK_STATUS(run_block(&t, &in, &empty), UPIPE_OK, empty.errors[0]);
-    t.begun = 64;
-    CHECK_STATUS(run_block(&t, &in, &begun), UPIPE_OK, begun.errors[0]);
-#define ADDED(tensor)                                                                                   \
-    for (int64_t i = 0; i < block_count(&t.shape, #tensor); ++i)                                        \
-        CHECK_SAY(fabsf(begun.out.tensor[i] - empty.out.tensor[i] - t.begun) <= 150 * FLT_EPSILON * 64, \
-                  #tensor " is %g, and %g where %g lay at first", (double)empty.out.tensor[i],          \
-                  (double)begun.out.tensor[i], (double)t.begun);
-    ADDED(wo)
-    ADDED(wg)
-#undef ADDED
-    SAME_BITS(begun, empty, x, &t.shape);
-    SAME_BITS(begun, empty, y, &t.shape);
+    check_begun(&t, 150);
 }
 
-/* ---- one rank, call by call: bytes, views over each other, refusals ---- */
+/* ---- one rank, call by call: bytes, views over each other ---- */
 
 enum { TOKENS = 150, HEADS = 4, DIM = 32, MODEL = 24, WIDE = HEADS * DIM, UNIT = TOKENS * MODEL };
 
@@ -539,94 +413,6 @@ static void test_not_wanted(void)
     alone_end(&all);
 }
 
-static upipe_status fail_gate(upipe_ctx *c, upipe_gate_kind kind, upipe_view a, upipe_view b, upipe_view d)
-{
-    (void)kind, (void)a, (void)b, (void)d;
-    return upipe_fail(&c->err, UPIPE_ERR_BACKEND, "this gate fails");
-}
-
-/* Each wrong argument has its sentence; the pool is as before, and the team aborted. */
-static void test_refusals(void)
-{
-    alone a;
-    upipe_layer bad;
-    upipe_plan other;
-    upipe_plan_desc d = {
-        .tokens = TOKENS, .heads = 2 * HEADS, .kv_heads = 2, .head_dim = DIM, .model_dim = MODEL};
-    upipe_grads g = {0};
-    upipe_saved none = {0};
-    upipe_ops fails;
-    upipe_view wide, narrow, apart;
-    size_t live;
-    CHECK(upipe_plan_init(&other, &d, NULL) == UPIPE_OK);
-    alone_begin(&a, UPIPE_F32, 2, 0, 0);
-    live = a.mem.live;
-    wide = a.x;
-    wide.d = MODEL + 1;
-    narrow = a.y;
-    narrow.dtype = UPIPE_BF16;
-    apart = a.x;
-    apart.n_stride += 4;
-#define REFUSED(want, words, call)                      \
-    do {                                                \
-        upipe_comm_self(&a.team, &a.state, a.ops.copy); \
-        CHECK_REFUSED(call, want, a.c.err, words);      \
-        CHECK_INT(a.mem.live, live);                    \
-        CHECK(a.state.failure.status != UPIPE_OK);      \
-    } while (0)
-#define FWD(layer, y, save, x)      upipe_layer_gated_out_fwd(&a.c, layer, y, save, x)
-#define BWD(layer, save, dx, dy, x) upipe_layer_gated_out_bwd(&a.c, layer, &a.g, save, dx, dy, x)
-#define BOTH(want, words, layer, y, save, x)      \
-    REFUSED(want, words, FWD(layer, y, save, x)); \
-    REFUSED(want, words, BWD(layer, save, a.dx, y, x))
-    REFUSED(UPIPE_ERR_ARG, "a layer with wg", upipe_layer_out_fwd(&a.c, &a.l, a.y, &a.save));
-    REFUSED(UPIPE_ERR_ARG, "a layer with wg", upipe_layer_out_bwd(&a.c, &a.l, &a.g, &a.save, a.y));
-    BOTH(UPIPE_ERR_ARG, "the layer or its plan is NULL", NULL, a.y, &a.save, a.x);
-    BOTH(UPIPE_ERR_ARG, "x is f32 [150][1][25], the plan says f32 [150][1][24]", &a.l, a.y, &a.save, wide);
-    BOTH(UPIPE_ERR_ARG, "y is bf16 [150][1][24], the plan says f32 [150][1][24]", &a.l, narrow, &a.save, a.x);
-    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.y, NULL, a.x);
-    BOTH(UPIPE_ERR_ARG, "save is NULL, or not there any more", &a.l, a.y, &none, a.x);
-    bad = a.l;
-    bad.wo = NULL;
-    BOTH(UPIPE_ERR_ARG, "wo is NULL", &bad, a.y, &a.save, a.x);
-    bad = a.l;
-    bad.plan = &other;
-    BOTH(UPIPE_ERR_ARG, "the plan says", &bad, a.y, &a.save, a.x);
-    bad = a.l;
-    bad.id = 3;
-    BOTH(UPIPE_ERR_ARG, "layer id 3, and 0 in the forward", &bad, a.y, &a.save, a.x);
-    REFUSED(UPIPE_ERR_ARG, "y, of stride 28, lies over x, of stride 24", FWD(&a.l, apart, &a.save, a.x));
-    REFUSED(UPIPE_ERR_ARG, "dx, of stride 28, lies over dy, of stride 24",
-            BWD(&a.l, &a.save, apart, a.x, a.y));
-    REFUSED(UPIPE_ERR_ARG, "dx, of stride 28, lies over x, of stride 24",
-            BWD(&a.l, &a.save, apart, a.y, a.x));
-    REFUSED(UPIPE_ERR_ARG, "dx is f32 [150][1][25]", BWD(&a.l, &a.save, wide, a.y, a.x));
-    REFUSED(UPIPE_ERR_ARG, "grads is NULL",
-            upipe_layer_gated_out_bwd(&a.c, &a.l, NULL, &a.save, a.dx, a.y, a.x));
-    g.bq = a.g.bo;
-    REFUSED(UPIPE_ERR_ARG, "a gradient of bq is wanted without it",
-            upipe_layer_gated_out_bwd(&a.c, &a.l, &g, &a.save, a.dx, a.y, a.x));
-    fails = a.ops;
-    a.c.ops = &fails;
-    fails.gate = fail_gate;
-    BOTH(UPIPE_ERR_BACKEND, "this gate fails", &a.l, a.y, &a.save, a.x);
-    CHECK(a.save.delta == NULL);
-    fails = a.ops;
-    fails.gate_bwd = fail_gate;
-    REFUSED(UPIPE_ERR_BACKEND, "this gate fails", BWD(&a.l, &a.save, a.dx, a.y, a.x));
-    CHECK(a.save.delta == NULL);
-    a.c.ops = &a.ops;
-    upipe_comm_self(&a.team, &a.state, a.ops.copy);
-    CHECK_STATUS(BWD(&a.l, &a.save, a.dx, a.y, a.x), UPIPE_OK, a.c.err);
-    live = a.mem.live;
-    BOTH(UPIPE_ERR_ARG, "consumed already", &a.l, a.y, &a.save, a.x);
-#undef REFUSED
-#undef FWD
-#undef BWD
-#undef BOTH
-    alone_end(&a);
-}
-
 static void test_out_of_memory(int h, int hkv, int ranks, int reads_o, upipe_dtype dtype)
 {
     run_case t = gated_of(8, h, hkv, 16, ranks, ranks, dtype);
@@ -637,8 +423,6 @@ static void test_out_of_memory(int h, int hkv, int ranks, int reads_o, upipe_dty
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
-    TEST(test_finite_differences());
-    TEST(test_refusals());
     TEST(test_bytes(UPIPE_F32, 1, 0));
     TEST(test_bytes(UPIPE_BF16, 2, 0));
     TEST(test_bytes(UPIPE_BF16, 4, 0));
@@ -662,5 +446,5 @@ int main(int argc, char **argv)
     TEST(test_bits(14, 2, UPIPE_F32));
     TEST(test_out_of_memory(8, 4, 2, 0, UPIPE_BF16));
     TEST(test_out_of_memory(4, 1, 2, 1, UPIPE_F32));
-    return test_end("out_gate");
+    return test_end("gated_output");
 }

@@ -1,4 +1,4 @@
-/* test_tile.c -- the MLP and the loss by tiles: against f64, the same bits for any tile, view and place,
+/* test_mlp.c -- the MLP and the loss by tiles: against f64, the same bits for any tile, view and place,
  *                bytes to the last one, failures at every take and every operation
  *
  * Tensors lie in exact allocations with gaps full of NaNs, and every run goes through a dry pool first and
@@ -1059,5 +1059,5 @@ int main(int argc, char **argv)
     TEST(test_overlapping());
     TEST(test_overflow());
     TEST(test_no_rows());
-    return test_end("tile");
+    return test_end("mlp");
 }

@@ -1,4 +1,4 @@
-/* test_host.c -- a rank in five calls: its peak is the dry run's; tensors as trainers have them give the bits of packed
+/* test_session.c -- a rank in five calls: its peak is the dry run's; tensors as trainers have them give the bits of packed
  * ones; a forward without a backward leaves nothing; sums; and what is refused
  */
 #include "../upipe/net/upipe_net_threads_session.h"
@@ -134,6 +134,26 @@ static upipe_status same_bits(upipe_session *h, const upipe_qkv *a, const upipe_
     CHECK_BYTES(data[0], data[2], bytes);
     CHECK_BYTES(data[1], data[3], bytes);
     return UPIPE_OK;
+}
+
+/* Q, K and V side by side at each token: one ends where the next begins, and a token where the next one does. */
+static void test_fused(void)
+{
+    const upipe_plan_desc d = {.tokens = 4, .heads = 4, .kv_heads = 2, .head_dim = 32, .v_dim = 40};
+    float qkv[(4 + 2) * 32 + 2 * 40], o[4 * 40];
+    upipe_plan p;
+    const upipe_qkv call = {.plan = &p};
+    upipe_qkv a;
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+    a = upipe_qkv_fused(&call, qkv, o, UPIPE_F32);
+    CHECK(a.q.data == qkv);
+    CHECK_INT((float *)a.k.data - qkv, 4 * 32);
+    CHECK_INT((float *)a.v.data - qkv, (4 + 2) * 32);
+    CHECK_INT(a.q.n_stride, (4 + 2) * 32 + 2 * 40);
+    CHECK(a.k.n_stride == a.q.n_stride && a.v.n_stride == a.q.n_stride);
+    CHECK(a.o.data == o && a.o.n_stride == 4 * 40);
+    CHECK(a.q.h == 4 && a.k.h == 2 && a.v.h == 2 && a.o.h == 4);
+    CHECK(a.q.d == 32 && a.k.d == 32 && a.v.d == 40 && a.o.d == 40);
 }
 
 static upipe_status fused_body(void *user, upipe_session *h)
@@ -291,8 +311,9 @@ int main(int argc, char **argv)
     test_begin(argc, argv);
     TEST(test_peaks(&ops));
     TEST(test_sum(&ops));
+    TEST(test_fused());
     TEST(test_layouts(&ops));
     TEST(test_numbers(&ops));
     TEST(test_refused(&ops));
-    return test_end("host");
+    return test_end("session");
 }
