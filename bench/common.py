@@ -1,14 +1,10 @@
-"""common.py -- what the benchmarks share: the machine's line, compiling, alternating timers, JSON lines, charts
+"""common.py -- what the benchmarks share: command line, machine, compiling, files, table; a benchmark's frame
 
-A benchmark is a script bench/NAME.py that `sh bench/run.sh NAME` starts with a Python that has NumPy. Its files are
-JSON lines: first the header (machine, compiler, command, and what the benchmark adds), then one line a case, with the
-fields of CASE that say which case it is, and measured values, of which compare.py knows those in BETTER.
-
-    options = common.arguments(__doc__, default_peers).parse_args()
-    library = common.compile_library('kernels.c', options.isa)
-    with common.Lines(options.json, {'isa': options.isa}) as lines:
-        seconds = common.alternate({'ours': ours, 'torch': theirs}, rounds=5)
-        lines.write({'op': 'attn_fwd', 'tokens': 1024, 'gflops': 2e-9 * flop / statistics.median(seconds['ours'])})
+A benchmark is a script bench/NAME.py that `sh bench/run.sh NAME` starts with a Python that has NumPy: a Benchmark
+with a table of cases and a function that runs one. Its files are JSON lines: first the header (machine, compiler,
+command, and what the benchmark adds), then one line a case, with the fields of CASE that say which case it is, and
+measured values, of which compare.py knows those in BETTER. Who times contestants against each other is a Rates
+(rates.py).
 """
 
 import argparse
@@ -19,10 +15,8 @@ import os
 import platform
 import re
 import shlex
-import statistics
 import subprocess
 import sys
-import time
 
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(TOP, 'build', 'bench')
@@ -31,8 +25,6 @@ PROGRAM = os.path.basename(sys.argv[0])
 ISA_FLAGS = {'native': ['-march=native'], 'avx2': ['-mavx2', '-mfma'], 'portable': ['-DUPIPE_CPU_PORTABLE']}
 C_FLAGS = ['-std=c11', '-D_POSIX_C_SOURCE=200809L', '-O3', '-g1', '-Wall', '-Wextra', '-I', TOP]
 
-# What PyPI calls the packages of a peer. oneDNN is the one in PyTorch, and llama-cpp-python carries ggml's sources.
-PACKAGES = {'torch': ['torch'], 'onednn': ['torch'], 'ggml': ['cmake', 'llama-cpp-python:source']}
 # The most that libraries may use of the processor, in their own words, read as they are loaded. avx512 ends before AMX.
 PEER_ISA = {
     'avx2': {'ATEN_CPU_CAPABILITY': 'avx2', 'ONEDNN_MAX_CPU_ISA': 'AVX2', 'MKL_ENABLE_INSTRUCTIONS': 'AVX2'},
@@ -41,13 +33,14 @@ PEER_ISA = {
 }
 
 # Fields that say which case a line is about.
-CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap', 'heads', 'kv_heads',
-        'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes', 'ranks', 'ring', 'segments',
-        'chunk', 'tokens', 'threads', 'products']
+CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap',
+        'heads', 'kv_heads', 'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes', 'ranks',
+        'ring', 'segments', 'chunk', 'tokens', 'threads', 'products']
 # Measured fields: 1 where more is better, -1 where less is.
 BETTER = {'gflops': 1, 'gbytes_per_s': 1, 'seconds': -1, 'forward_s': -1, 'backward_s': -1, 'l2': -1}
-
-REST = 0.01  # seconds between two turns, in which the threads of the one before stop to look for work
+# Everyone's colour in a picture.
+COLOURS = {'ours': '#e07a5f', 'torch': '#3b4252', 'onednn': '#2a9d8f', 'ggml': '#81a969', 'naive': '#c3cede',
+           'bf16': '#f2a65a', 'openblas': '#3b4252', 'blis': '#81a969'}
 
 
 def log(sentence):
@@ -61,18 +54,24 @@ def fail(sentence):
 
 # ---- the command line ----
 
-def listed(allowed, kind=str):
-    """An argparse type: words of `allowed` with commas between them; every word goes if `allowed` is None."""
+def positive(text):
+    """An argparse type: a whole number, 1 at least."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text} is no positive whole number')
+    return int(text)
+
+
+def listed(allowed):
+    """An argparse type: words of `allowed`, or positive numbers, with commas between them; none twice."""
     def parse(text):
         words = [word for word in text.split(',') if word]
-        try:
-            values = [kind(word) for word in words]
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f'{text} is no list of numbers') from error
-        unknown = [str(value) for value in values if allowed is not None and value not in allowed]
+        values = words if allowed else [positive(word) for word in words]
+        unknown = [word for word in words if allowed and word not in allowed]
         if unknown or not values:
             raise argparse.ArgumentTypeError(f'{", ".join(unknown) or "an empty list"}: not of '
-                                             f'{", ".join(map(str, allowed or ["a number"]))}')
+                                             f'{", ".join(allowed or ["a number"])}')
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f'{text}: one is given twice')
         return values
     return parse
 
@@ -80,41 +79,7 @@ def listed(allowed, kind=str):
 def add_list(parser, flag, about, default, allowed=None):
     """A flag with a list: of words that are allowed, or of numbers."""
     shown = '' if default is None else f' ({",".join(map(str, default))})'
-    parser.add_argument(flag, type=listed(allowed, str if allowed else int), default=default, metavar='LIST', help=about + shown)
-
-
-def arguments(text, peers):
-    """The flags that all benchmarks share. `peers`: what can be measured beside ours."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--quick', action='store_true', help='a few small cases, to see that it works')
-    parser.add_argument('--json', metavar='FILE', help='where the numbers go (build/bench/COMMAND.json)')
-    parser.add_argument('--chart', metavar='FILE', help='where the picture goes (beside the numbers, as .png)')
-    parser.add_argument('--isa', choices=sorted(ISA_FLAGS), default='native',
-                        help='instructions that our kernels are compiled for (native)')
-    if peers:
-        parser.add_argument('--peers', type=listed(['none', *peers]), default=peers, metavar='LIST',
-                            help=f'who is measured beside ours, of {",".join(peers)}, or none (all)')
-        parser.add_argument('--peer-isa', choices=['native', *sorted(PEER_ISA)], default='native',
-                            help='the most that torch and oneDNN may use (native: AMX too where there is AMX)')
-    parser.add_argument('--needs', action='store_true', help='print the packages that these flags need, and end')
-    return parser
-
-
-def parse(parser, name):
-    """Reads the command line; answers --needs; fills the defaults of file names."""
-    options = parser.parse_args()
-    options.peers = [peer for peer in getattr(options, 'peers', []) if peer != 'none']
-    if options.needs:
-        print(*dict.fromkeys(package for peer in options.peers for package in PACKAGES.get(peer, [])))
-        sys.exit(0)
-    os.makedirs(BUILD, exist_ok=True)
-    options.json = os.path.abspath(options.json or os.path.join(BUILD, f'{name}.json'))
-    options.chart = os.path.abspath(options.chart or os.path.splitext(options.json)[0] + '.png')
-    for path in options.json, options.chart:
-        if not os.access(os.path.dirname(path), os.W_OK):
-            parser.error(f'{path} cannot be written')
-    os.environ.update(PEER_ISA.get(getattr(options, 'peer_isa', None), {}))
-    return options
+    parser.add_argument(flag, type=listed(allowed), default=default, metavar='LIST', help=about + shown)
 
 
 def contestants(makers, names, *arguments_of):
@@ -127,6 +92,110 @@ def contestants(makers, names, *arguments_of):
             left_out[name] = str(error)
             log(f'left out: {name}: {error}')
     return found, left_out
+
+
+class Benchmark:
+    """What is read from the command line, done before and after the cases, written and shown. A script fills in:
+
+        name, text     of the script and its files; what --help says
+        peers          who can be measured beside ours
+        packages       {peer: what it needs of PyPI}
+        rounds         the default of --rounds; None: there is no such flag
+        quick          options of --quick
+        head           columns of the table; none: the benchmark prints tables of its own
+
+    and what is below. NumPy is imported after read(): run.sh asks what to install with a Python that may lack it.
+    """
+    name = text = ''
+    peers, packages, rounds, quick, head = [], {}, None, {}, []
+
+    def flags(self, parser):
+        """Adds flags."""
+
+    def refuse(self, options):
+        """A sentence about flags that do not go together."""
+
+    def open(self):
+        """Compiles, loads and validates what is measured. What the header says beside machine, compiler and command."""
+        return {}
+
+    def cases(self):
+        """(what the log says of a case, arguments of run)"""
+        return []
+
+    def run(self, *case):
+        """Yields the lines of a case."""
+
+    def row(self, line):
+        """A line's cells."""
+
+    def end(self, lines):
+        """Prints what stands below the table."""
+
+    def picture(self, lines):
+        """Draws options.chart."""
+
+    def parser(self):
+        parser = argparse.ArgumentParser(description=self.text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument('--quick', action='store_true', help='a few small cases, to see that it works')
+        parser.add_argument('--json', metavar='FILE', help='where the numbers go (build/bench/COMMAND.json)')
+        parser.add_argument('--chart', metavar='FILE', help='where the picture goes (beside the numbers, as .png)')
+        parser.add_argument('--isa', choices=sorted(ISA_FLAGS), default='native',
+                            help='instructions that our kernels are compiled for (native)')
+        if self.peers:
+            add_list(parser, '--peers', f'who is measured beside ours, of {",".join(self.peers)}, or none (all)', None,
+                     ['none', *self.peers])
+            parser.add_argument('--peer-isa', choices=['native', *sorted(PEER_ISA)], default='native',
+                                help='the most that torch and oneDNN may use (native: AMX too where there is AMX)')
+        if self.rounds:
+            parser.add_argument('--rounds', type=positive, metavar='N',
+                                help=f'turns of all that is compared ({self.rounds})')
+        parser.add_argument('--needs', action='store_true', help='print the packages that these flags need, and end')
+        self.flags(parser)
+        return parser
+
+    def read(self):
+        """Reads the command line; answers --needs; fills in defaults."""
+        parser = self.parser()
+        options = self.options = parser.parse_args()
+        if self.rounds and options.rounds is None:
+            options.rounds = self.rounds
+        vars(options).update(self.quick if options.quick else {})
+        options.peers = [peer for peer in getattr(options, 'peers', None) or self.peers if peer != 'none']
+        refused = self.refuse(options)
+        if refused:
+            parser.error(refused)
+        if options.needs:
+            print(*dict.fromkeys(package for peer in options.peers for package in self.packages.get(peer, [])))
+            sys.exit(0)
+        os.makedirs(BUILD, exist_ok=True)
+        options.json = os.path.abspath(options.json or os.path.join(BUILD, f'{self.name}.json'))
+        options.chart = os.path.abspath(options.chart or os.path.splitext(options.json)[0] + '.png')
+        for path in options.json, options.chart:
+            if not os.access(os.path.dirname(path), os.W_OK):
+                parser.error(f'{path} cannot be written')
+        os.environ.update(PEER_ISA.get(getattr(options, 'peer_isa', None), {}))
+        return options
+
+    def main(self):
+        options = self.options
+        more = {'isa': options.isa, **({'peer_isa': options.peer_isa} if self.peers else {}), **self.open()}
+        cases = list(self.cases())
+        with Lines(options.json, more) as lines:
+            lines.print_header()
+            if self.head:
+                print_table(self.head)
+            for number, (about, *case) in enumerate(cases):
+                log(f'{number + 1} of {len(cases)}: {about}')
+                for line in self.run(*case):
+                    lines.write(line)
+                    if self.head:
+                        print(table(self.row(line))[0], flush=True)
+            self.header = lines.header
+            self.end(lines.cases)
+            self.picture(lines.cases)
+        log(f'numbers: {options.json}')
+        return 0
 
 
 # ---- machine and compiler ----
@@ -205,27 +274,52 @@ def compile_program(source, isa, flags=()):
     return compile_unit(source, f'{os.path.splitext(source)[0]}_{isa}', [*ISA_FLAGS[isa], *flags, '-lm', '-pthread'])
 
 
-# ---- measuring ----
+def declare(library, *entries):
+    """Types of a library's functions: (name, result, types of the arguments)."""
+    for name, result, types in entries:
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, types
 
-def alternate(calls, rounds, slow=20, clock=time.perf_counter):
-    """Seconds of every call in every round: {name: [seconds, ...]}. They take turns, in the opposite order every other
-    round; each is called once before. One that takes more than `slow` seconds then has its turn in the first round
-    only."""
-    first = {}
-    for name, call in calls.items():
-        start = clock()
-        call()
-        first[name] = clock() - start
-    seconds = {name: [] for name in calls}
-    for turn in range(rounds):
-        names = [name for name in calls if turn == 0 or first[name] < slow]
-        for name in names if turn % 2 == 0 else names[::-1]:
-            time.sleep(REST)
-            start = clock()
-            calls[name]()
-            seconds[name].append(clock() - start)
-    return seconds
 
+def aligned(count):
+    """So many bytes for scratch, from a multiple of 64 on."""
+    import numpy
+    whole = numpy.zeros(count + 64, numpy.uint8)
+    first = -whole.ctypes.data % 64
+    return whole[first:first + count]
+
+
+def check(why):
+    """Ends the program with the sentence that a call gives where it fails."""
+    if why:
+        fail(why.decode())
+
+
+class Kernels:
+    """A C file that is kernels.c or includes it, loaded, with the functions that are declared; its handles by number of
+    threads."""
+
+    def __init__(self, source, isa, *entries):
+        self.c, self.handles = compile_library(source, isa), {}
+        pointer = ctypes.c_void_p
+        declare(self.c, ('bench_open', pointer, [ctypes.c_int32]), ('bench_name', ctypes.c_char_p, [pointer]),
+                ('bench_peak', ctypes.c_double, [pointer]), *entries)
+        self.about = self.c.bench_name(self.open(1)).decode()
+
+    def open(self, threads):
+        """The handle of so many threads, opened once."""
+        if threads not in self.handles:
+            self.handles[threads] = self.c.bench_open(threads)
+            if not self.handles[threads]:
+                fail(f'no {threads} threads, or no memory for them')
+        return self.handles[threads]
+
+    def peak(self, threads):
+        """FLOP/s of fused multiply-adds with the vectors that our kernels use."""
+        return self.c.bench_peak(self.open(threads))
+
+
+# ---- files of numbers ----
 
 class Lines:
     """A file of JSON lines, the header first; each line is there as soon as it is written."""
@@ -273,60 +367,22 @@ def read_lines(path):
     return lines[0], lines[1:]
 
 
-# ---- tables and charts ----
+# ---- tables ----
 
-def table_line(cells):
-    print('| ' + ' | '.join(cells) + ' |', flush=True)
-
-
-def table_head(cells):
-    table_line(cells)
-    table_line(['---'] * len(cells))
+def table(head, rows=()):
+    """Lines of a table in Markdown."""
+    lines = [f'| {" | ".join(map(str, cells))} |' for cells in (head, *rows)]
+    return [lines[0], '|' + '---|' * len(head), *lines[1:]]
 
 
-def rate_cells(line, names):
-    """Our rate, its share of the peak, and those of these peers, with ours over theirs."""
-    rates = [line['peers'].get(name) for name in names] if names else []
-    return [f"{line['gflops']:.1f}", f"{100 * line['gflops'] / line['peak_gflops']:.0f} % of {line['peak_gflops']:.0f}",
-            *(f"{rate:.1f}, {line['gflops'] / rate:.2f}x" if rate else '-' for rate in rates)]
+def print_table(head, rows=()):
+    print(*table(head, rows), sep='\n', flush=True)
 
 
-def rates_of(seconds, peaks, flop):
-    """What a line says of ours, the peak and the peers, from everyone's seconds in each round."""
-    rates = {name: 1e-9 * flop / statistics.median(values) for name, values in seconds.items()}
-    return {'gflops': round(rates['ours'], 2), 'peak_gflops': round(1e-9 * statistics.median(peaks), 2),
-            'peers': {name: round(rate, 2) for name, rate in rates.items() if name not in ('ours', 'peak')},
-            'round_s': [round(value, 6) for value in seconds['ours']]}
+def amount(tokens):
+    """512, 4k, 1M."""
+    return f'{tokens >> 20}M' if tokens % (1 << 20) == 0 else f'{tokens >> 10}k' if tokens % 1024 == 0 else str(tokens)
 
 
-def pyplot():
-    """Matplotlib's pyplot for files; None, and said so, where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        log('left out: the chart, as Matplotlib is not installed')
-        return None
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    return plt
-
-
-def tidy(axes):
-    """The look that all charts share."""
-    axes.grid(axis='y', color='#dddddd', linewidth=0.6)
-    axes.set_axisbelow(True)
-    for side in ('top', 'right'):
-        axes.spines[side].set_visible(False)
-
-
-def finish(figure, handles, labels, title, path, margin=1.2, **more):
-    """The legend at the right, in a margin of so many inches; the title; the file."""
-    figure.legend(handles, labels, loc='center right', frameon=False, fontsize=9, **more)
-    figure.suptitle(title, fontsize=11)
-    figure.tight_layout(rect=(0, 0, 1 - margin / figure.get_figwidth(), 1))
-    save(figure, path)
-
-
-def save(figure, path):
-    figure.savefig(path, dpi=110, metadata={'Software': None})
-    log(f'chart: {path}')
+def counted(number, what='thread'):
+    return f'{number} {what}' if number == 1 else f'{number} {what}s'

@@ -56,16 +56,14 @@ def main():
     if left:
         common.log(f'left out: {left} cases that are in one file alone')
     names = [name for name in common.CASE if any(name in case for case in shared)]
-    print('| ' + ' | '.join([*names, 'measured', 'old', 'new', 'change']) + ' |')
-    print('|' + '---|' * (len(names) + 4))
-    worse = 0
+    rows, worse = [], 0
     for case in shared:
         for name, was, now, change, sign in values(before[key(case)], case):
             bad = sign * change < -options.threshold
             worse += bad
-            cells = [str(case.get(part, '')) for part in names]
-            cells += [name, f'{was:.4g}', f'{now:.4g}', f'{change:+.1f} %' + (' worse' if bad else '')]
-            print('| ' + ' | '.join(cells) + ' |')
+            rows.append([*(case.get(part, '') for part in names), name, f'{was:.4g}', f'{now:.4g}',
+                         f'{change:+.1f} %' + (' worse' if bad else '')])
+    common.print_table([*names, 'measured', 'old', 'new', 'change'], rows)
     if worse:
         common.fail(f'{worse} worse by more than {options.threshold:g} %')
     return 0

@@ -50,6 +50,9 @@ A device for a few minutes, on a machine without a network (docs/benchmarks.md, 
                     gpu.tar.xz, after every stage
   --brief --second  verdict, profile, sanitize and repeat, within 240 s: why, not what. RESULTS has table_second.md and
                     gpu_second.tar.xz
+
+Seconds at most with --brief: unpack 20, probe 15, verdict 60, roofline 15, attention 90, block 90, train 100, long 45,
+masks 40, rows 15, transfer 15, test 90; with --second: unpack 20, verdict 30, sanitize 70, profile 60, repeat 50.
 """
 
 import argparse
@@ -68,8 +71,8 @@ import time
 
 import gpu_build
 import gpu_table
-from gpu_run import (BUILD, COMMAND, CONTESTANTS, RUNNING, TOP, Failed, Lost, Run, end_all, keep, kept, kill_session,
-                     number)
+import picture
+from gpu_run import (BUILD, COMMAND, CONTESTANTS, RUNNING, TOP, Failed, Lost, Run, end_all, keep, kill_session, number)
 
 RESULTS = os.path.join(TOP, 'bench', 'results')
 PEERS = os.path.join(TOP, 'bench', 'gpu_peers.py')
@@ -353,20 +356,10 @@ def attention_seconds(command):
     return COMMAND + each * (1 if '--kernels' in command else len(CONTESTANTS))
 
 
-def rates(kernel):
-    for word in 'refused', 'failed':
-        if word in kernel:
-            return word
-    return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}"
-
-
 def show(run, figure):
     if 'kernels' in figure:
-        mask = ' causal' if figure['causal'] else ' full'
-        mask += f" window {figure['window']}" if figure['window'] else ''
-        mask += f" {figure['cu_seqlens']} packed sequences" if figure['cu_seqlens'] else ''
-        run.log(f"d {figure['head_dim']}{mask} {figure['tokens']}, TFLOP/s forward / backward: "
-                + ', '.join(f"{kernel['name']} {rates(kernel)}" for kernel in figure['kernels']))
+        run.log(f'{gpu_table.shape_of(figure)}, TFLOP/s forward / backward: '
+                + ', '.join(f"{kernel['name']} {gpu_table.rate(kernel)}" for kernel in figure['kernels']))
 
 
 def shape_of(tokens, dim, heads, *more):
@@ -481,13 +474,11 @@ def train_step(run, command):
 # ---- chart ----
 
 def chart(run):
-    try:
-        import matplotlib
-    except ImportError:
+    plt, roof = picture.pyplot(), gpu_table.kept(run.results, 'roofline')
+    if plt is None:
         return run.report('left out: the chart, as matplotlib is not installed')
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    roof = kept(run, 'roofline')
+    if not roof:
+        raise Failed('there is no result of roofline yet')
     shapes = {shape: row for shape, row in gpu_table.shapes(run.results).items() if 'margin' not in shape}
     product = roof['figures'][0]['product_flop_per_s'] / 1e12
     names = [name for name in COLORS if any(name in row for row in shapes.values())]
@@ -500,16 +491,14 @@ def chart(run):
                 panel.barh(*zip(*bars), height=0.8 / len(names), color=COLORS[name], label=name)
         panel.axvline(product, color='black', linewidth=1, label='a product of 8,192³')
         panel.set_title(f'{title}, TFLOP/s of visible pairs', fontsize=10)
-        panel.grid(True, axis='x', alpha=0.3)
-        panel.set_axisbelow(True)
+        picture.tidy(panel, 'x')
     panels[0].set_yticks(range(len(shapes)), shapes)
     panels[0].invert_yaxis()
     panels[1].legend(loc='lower right', fontsize=8)
     figure.suptitle(f"Attention in bf16 on {roof['device'].get('name', 'the device')}: tokens × heads")
     figure.tight_layout()
     path = os.path.join(run.results, 'gpu_attention.png')
-    figure.savefig(path, dpi=110)
-    return run.report(f'wrote {path}')
+    return picture.save(figure, path)
 
 
 def table(run):

@@ -269,13 +269,3 @@ def keep(run, stage, cases, measure=number, show=lambda figure: None):
     if bad:
         raise Failed(f'no figure from: {"; ".join(bad)}')
     os.remove(beside)
-
-
-def kept(run, stage):
-    """What an earlier keep has written; a result that lacks figures if there is no better one."""
-    for end in '.json', '.failed.json':
-        path = os.path.join(run.results, f'gpu_{stage}{end}')
-        if os.path.exists(path):
-            with open(path, encoding='utf-8') as source:
-                return json.load(source)
-    raise Failed(f'there is no result of {stage} yet')

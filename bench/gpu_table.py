@@ -4,6 +4,8 @@ import json
 import os
 import statistics
 
+import common
+
 MIB = 2 ** 20
 
 
@@ -18,12 +20,7 @@ def kept(folder, stage):
 
 
 def rows_of(head, rows):
-    return ['', f'| {" | ".join(head)} |', '|' + '---|' * len(head),
-            *(f'| {" | ".join(map(str, row))} |' for row in rows)] if rows else []
-
-
-def amount(tokens):
-    return f'{tokens >> 20}M' if tokens % (1 << 20) == 0 else f'{tokens >> 10}k' if tokens % 1024 == 0 else str(tokens)
+    return ['', *common.table(head, rows)] if rows else []
 
 
 def verdict(folder):
@@ -52,22 +49,26 @@ def rate(kernel):
     return f"{kernel['fwd_flop_per_s'] / 1e12:.0f} / {kernel['bwd_flop_per_s'] / 1e12:.0f}{spread}"
 
 
+def shape_of(figure):
+    """Head dim, mask, tokens and heads in words."""
+    mask = 'causal' if figure['causal'] else 'full'
+    mask += f", window {figure['window']}" if figure['window'] else ''
+    mask += f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
+    heads = str(figure['heads'])
+    heads += '' if figure['heads'] == figure['kv_heads'] else f"/{figure['kv_heads']}"
+    margin = f", margin {figure['margin']}" if figure.get('margin') else ''
+    return f"d {figure['head_dim']}, {mask}, {common.amount(figure['tokens'])} × {heads}{margin}"
+
+
 def shapes(folder):
     """What each contestant did at each shape; contestants of several commands at one shape stand together."""
     rows = {}
     for stage in 'attention', 'long', 'masks', 'repeat':
         for figure in kept(folder, stage).get('figures', []):
-            if 'tokens' not in figure:
-                continue
-            mask = 'causal' if figure['causal'] else 'full'
-            mask += f", window {figure['window']}" if figure['window'] else ''
-            mask += f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
-            heads = str(figure['heads'])
-            heads += '' if figure['heads'] == figure['kv_heads'] else f"/{figure['kv_heads']}"
-            margin = f", margin {figure['margin']}" if figure.get('margin') else ''
-            row = rows.setdefault(f"d {figure['head_dim']}, {mask}, {amount(figure['tokens'])} × {heads}{margin}", {})
-            for kernel in figure['kernels']:
-                row.setdefault(kernel['name'], kernel)
+            if 'tokens' in figure:
+                row = rows.setdefault(shape_of(figure), {})
+                for kernel in figure['kernels']:
+                    row.setdefault(kernel['name'], kernel)
     return rows
 
 
@@ -90,7 +91,7 @@ def block(folder):
         pairs = [[mine[way] / other[way] for mine, other in zip(figures, base)]
                  for way in ('fwd_seconds', 'bwd_seconds')]
         one = figures[0]
-        rows.append([f'{amount(tokens)}, {ranks} ranks', method,
+        rows.append([f'{common.amount(tokens)}, {ranks} ranks', method,
                      *(' '.join(f'{1e3 * figure[way]:.1f}' for figure in figures)
                        for way in ('fwd_seconds', 'bwd_seconds')),
                      ' / '.join(f'{statistics.median(pair):.3f}' for pair in pairs if pair),
@@ -122,7 +123,7 @@ def rows(folder):
 
 
 def transfer(folder):
-    out = [[f"{amount(figure['tokens'])}, {figure['ranks']} ranks",
+    out = [[f"{common.amount(figure['tokens'])}, {figure['ranks']} ranks",
             f"{figure['bytes_per_s'] / 1e12:.2f}"]
            for figure in kept(folder, 'transfer').get('figures', []) if 'bytes_per_s' in figure]
     return rows_of(['all-to-all', 'TB/s'], out)

@@ -1,11 +1,11 @@
 /* kernels.c -- what the benchmarks call through a shared object: the machine's peaks, and attention
  *
- * bench/attn.py and masks.py compile it, once for each set of instructions, and load it with ctypes:
+ * Kernels of bench/common.py compiles it, or a file that includes it, and loads it with ctypes; handles stay until the
+ * program ends:
  *
  *     bench *b = bench_open(threads);          NULL: no memory or no threads
  *     double flop_per_s = bench_peak(b);       fused multiply-adds in the vectors that the kernels use
  *     const char *why = bench_attn_fwd(b, &c); NULL: done
- *     bench_close(b);
  */
 #include <stdlib.h>
 #include <time.h>
@@ -21,7 +21,8 @@
 #include <arm_neon.h>
 #endif
 
-/* bench_case -- one attention call; q, k, v, o and their gradients are packed [tokens][heads][head_dim]
+/* bench_case -- one attention call, packed: q, o and their gradients [tokens][heads][head_dim], k, v and theirs
+ *   [keys][heads][head_dim]
  *   dk dv       f32; the others are bf16 if `bf16`, else f32
  *   lse delta   f32 [tokens][heads]
  *   work        work_bytes of bench_attn_bytes, 64-byte aligned
@@ -32,7 +33,7 @@ typedef struct bench_case {
     float *dk, *dv, *lse, *delta;
     void *work;
     const int64_t *cu_seqlens;
-    int64_t work_bytes, tokens, cu_seqlens_n, window;
+    int64_t work_bytes, tokens, keys, cu_seqlens_n, window;
     int32_t heads, head_dim, causal, bf16;
     float softcap;
 } bench_case;
@@ -68,12 +69,6 @@ bench *bench_open(int32_t threads)
     if (threads > 1) b->ops.par = &b->par;
     b->ctx.ops = &b->ops;
     return b;
-}
-
-void bench_close(bench *b)
-{
-    pool_free(&b->threads);
-    free(b);
 }
 
 const char *bench_name(const bench *b)
@@ -238,8 +233,8 @@ static upipe_attn_grad arguments(const bench_case *c)
     upipe_attn_grad g;
     memset(&g, 0, sizeof g);
     g.a.q = upipe_view_packed(c->q, dtype, c->tokens, c->heads, c->head_dim);
-    g.a.k = upipe_view_packed(c->k, dtype, c->tokens, c->heads, c->head_dim);
-    g.a.v = upipe_view_packed(c->v, dtype, c->tokens, c->heads, c->head_dim);
+    g.a.k = upipe_view_packed(c->k, dtype, c->keys, c->heads, c->head_dim);
+    g.a.v = upipe_view_packed(c->v, dtype, c->keys, c->heads, c->head_dim);
     g.a.o = upipe_view_packed(c->o, dtype, c->tokens, c->heads, c->head_dim);
     g.a.lse = upipe_view_packed(c->lse, UPIPE_F32, c->tokens, c->heads, 1);
     g.a.mask.causal = c->causal;
@@ -252,8 +247,8 @@ static upipe_attn_grad arguments(const bench_case *c)
     g.dout = upipe_view_packed(c->dout, dtype, c->tokens, c->heads, c->head_dim);
     g.delta = upipe_view_packed(c->delta, UPIPE_F32, c->tokens, c->heads, 1);
     g.dq = upipe_view_packed(c->dq, dtype, c->tokens, c->heads, c->head_dim);
-    g.dk = upipe_view_packed(c->dk, UPIPE_F32, c->tokens, c->heads, c->head_dim);
-    g.dv = upipe_view_packed(c->dv, UPIPE_F32, c->tokens, c->heads, c->head_dim);
+    g.dk = upipe_view_packed(c->dk, UPIPE_F32, c->keys, c->heads, c->head_dim);
+    g.dv = upipe_view_packed(c->dv, UPIPE_F32, c->keys, c->heads, c->head_dim);
     return g;
 }
 
@@ -275,7 +270,7 @@ const char *bench_attn_fwd(bench *b, const bench_case *c)
 const char *bench_attn_bwd(bench *b, const bench_case *c)
 {
     upipe_attn_grad g = arguments(c);
-    size_t bytes = (size_t)(c->tokens * c->heads * c->head_dim) * sizeof(float);
+    size_t bytes = (size_t)(c->keys * c->heads * c->head_dim) * sizeof(float);
     if (b->ops.rowdot(&b->ctx, g.delta, g.dout, g.a.o) || b->ops.zero(&b->ctx, c->dk, bytes) ||
         b->ops.zero(&b->ctx, c->dv, bytes) || upipe_attn_bwd(&b->ctx, &g))
         return b->ctx.err.text;

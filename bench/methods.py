@@ -6,10 +6,11 @@ of 64, causal, on ranks that are threads. All methods of a length run in one pro
 other, in the opposite order every other round. Before, each is held to a reference in double precision at a small size;
 in every run bytes held and sent must be those of its plan.
 
-In the numbers, seconds are medians over rounds, from a barrier until the slowest rank is done; bytes are the largest of
-one rank: peak_bytes of the device, host_bytes beside it, sent_bytes [forward, backward] to its team (all-to-all), to
-its ring, and over the link between device and host. `ratio` is the time of forward and backward over that of the first
-method, the median of those within a round. Where ranks outnumber cores, time is the sum of their work.
+In the numbers, seconds are medians over rounds, from a barrier until the slowest rank is done; cpu_s those of the
+processors, of all ranks together, by part. Bytes are the largest of one rank: peak_bytes of the device, host_bytes
+beside it, sent_bytes [forward, backward] to its team (all-to-all), to its ring, and over the link between device and
+host. `ratio` is the time of forward and backward over that of the first method, the median of those within a round.
+Where ranks outnumber cores, time is the sum of their work.
 
 Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 """
@@ -22,14 +23,14 @@ import sys
 import tempfile
 
 import common
+import picture
+import rates
 
 METHODS = ['ulysses', 'upipe', 'ring', 'zigzag', 'stripe', 'double-ring', 'allgather', 'usp', 'upipe-ring', 'fpdt',
            'upipe-fpdt']
-SHAPE = {'ranks': 4, 'heads': 16, 'kv-heads': 4, 'head-dim': 64}
-TOKENS, QUICK_TOKENS = [1024, 2048, 4096, 8192, 16384], [256, 512]
+SHAPE = {'ranks': 4, 'heads': 16, 'kv_heads': 4, 'head_dim': 64}
 DTYPES = ['f32', 'bf16']
 VALIDATED = 256  # tokens
-ROUNDS, QUICK_ROUNDS = 3, 1
 # A family a colour: what trades heads, what goes round a ring, both, and segments. Dashes tell its members apart.
 SOLID, DASHED, DOTTED, MIXED = '-', (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2))
 LINES = {'ulysses': ('#e07a5f', SOLID, 'o'), 'upipe': ('#2a9d8f', SOLID, 'o'), 'ring': ('#3b4252', SOLID, 's'),
@@ -39,22 +40,23 @@ LINES = {'ulysses': ('#e07a5f', SOLID, 'o'), 'upipe': ('#2a9d8f', SOLID, 'o'), '
 MIB = 2**20
 
 
-# ---- measuring ----
+# ---- the program ----
 
-def program(options):
+def program(options, name='compare', *more):
     """examples/compare, compiled."""
     libraries = ['-Wl,--no-as-needed', '-lm', '-pthread']  # they stand before what needs them
-    flags = [*common.ISA_FLAGS[options.isa], f'-DUPIPE_SOURCE_ROOT="{common.TOP}"', *libraries]
-    return common.compile_unit(os.path.join('..', 'examples', 'compare', 'compare.c'), f'compare_{options.isa}', flags)
+    flags = [*common.ISA_FLAGS[options.isa], f'-DUPIPE_SOURCE_ROOT="{common.TOP}"', *libraries, *more]
+    return common.compile_unit(os.path.join('..', 'examples', 'compare', 'compare.c'), f'{name}_{options.isa}', flags)
 
 
-def run(path, methods, tokens, dtype, check):
-    """What the program says: its configuration, and each method by name."""
-    flags = {**SHAPE, 'tokens': tokens, 'dtype': dtype, 'check': check}
+def compare(path, methods, **flags):
+    """What the program says: its configuration, and each method by name. A flag's value True: it has none."""
+    words = [word for method in methods for word in ('--method', method)]
+    for flag, value in flags.items():
+        words += [f'--{flag.replace("_", "-")}', *([] if value is True else [str(value)])]
     with tempfile.TemporaryDirectory() as folder:
         numbers = os.path.join(folder, 'numbers.json')
-        command = [path, *(word for method in methods for word in ('--method', method)),
-                   *(word for flag, value in flags.items() for word in (f'--{flag}', str(value))), '--json', numbers]
+        command = [path, *words, '--json', numbers]
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             common.fail(f'no figures: failed: {" ".join(command)}')
         with open(numbers, encoding='utf-8') as source:
@@ -62,152 +64,118 @@ def run(path, methods, tokens, dtype, check):
     return figures['config'], {method['name']: method for method in figures['methods']}
 
 
-def validate(path, options):
-    """The largest relative L2 error of every method and data type; the program refuses what is not sound."""
-    errors = {}
-    for dtype in options.dtypes:
-        _, figures = run(path, options.methods, VALIDATED, dtype, 'on')
-        for name, method in figures.items():
-            worst = max(method[error] for error in ('err_out', 'err_dx', 'err_dw'))
-            errors.setdefault(name, {})[dtype] = float(f'{worst:.1e}')
-    return errors
+def worst_error(method):
+    return float(f"{max(method[error] for error in ('err_out', 'err_dx', 'err_dw')):.1e}")
 
 
-def passes(rounds, name):
+def passes(figures):
     """Seconds of forward and backward together, round by round."""
-    return [figures[name]['seconds_fwd'] + figures[name]['seconds_bwd'] for figures in rounds]
+    return [method['seconds_fwd'] + method['seconds_bwd'] for method in figures]
 
 
-def line(config, rounds, name, base):
-    """A line of the file, from what the program printed of this method in every round."""
-    method = rounds[0][name]
-    ratios = [mine / its for mine, its in zip(passes(rounds, name), passes(rounds, base))]
-    return {'op': 'method', 'method': name, 'head_dim': config['head_dim'], 'dtype': config['dtype'], 'causal': True,
-            'heads': config['heads'], 'kv_heads': config['kv_heads'], 'model_dim': config['model_dim'],
-            'ranks': config['ranks'], 'ring': method['ring'], 'segments': method['segments'], 'chunk': method['chunk'],
-            'tokens': config['tokens'], 'products': config['products'], 'stages': method['stages'],
-            'layout': method['layout'], 'ring_mode': method['ring_mode'], 'unit_bytes': config['unit_bytes'],
-            'peak_bytes': max(method['peak_bytes'].values()), 'host_bytes': method['host_bytes'],
-            'sent_bytes': method['sent_bytes'],
-            'forward_s': statistics.median(figures[name]['seconds_fwd'] for figures in rounds),
-            'backward_s': statistics.median(figures[name]['seconds_bwd'] for figures in rounds),
-            'total_s': statistics.median(passes(rounds, name)),
-            'round_s': [round(value, 6) for value in passes(rounds, name)],
-            'ratio': round(statistics.median(ratios), 4), 'ratio_range': [round(min(ratios), 4), round(max(ratios), 4)]}
+def summary(config, rounds, base):
+    """A line of the file, from what the program printed in every round of a method and of what it is compared with."""
+    method, round_s = rounds[0], [round(value, 6) for value in passes(rounds)]
+    return {**{key: config[key] for key in ('head_dim', 'dtype', 'heads', 'kv_heads', 'model_dim', 'tokens', 'products',
+                                            'unit_bytes')},
+            **{key: method[key] for key in ('ring', 'segments', 'chunk', 'stages', 'layout', 'ring_mode', 'host_bytes',
+                                            'sent_bytes')},
+            'method': method['name'], 'causal': True, 'ranks': config['ranks'],
+            'peak_bytes': max(method['peak_bytes'].values()), 'plan_bytes': max(method['plan_bytes'].values()),
+            'forward_s': statistics.median(one['seconds_fwd'] for one in rounds),
+            'backward_s': statistics.median(one['seconds_bwd'] for one in rounds),
+            'total_s': statistics.median(round_s), 'round_s': round_s,
+            'cpu_s': {part: statistics.median(one['seconds_cpu'][part] for one in rounds)
+                      for part in method['seconds_cpu']},
+            **rates.ratios(passes(rounds), passes(base))}
 
-
-def measure(path, options, lines):
-    total = len(options.dtypes) * len(options.tokens) * options.rounds
-    number = 0
-    for dtype in options.dtypes:
-        for tokens in options.tokens:
-            rounds = []
-            for turn in range(options.rounds):
-                number += 1
-                common.log(f'{number} of {total}: {tokens} tokens, {dtype}, round {turn + 1}')
-                config, figures = run(path, options.methods[::1 if turn % 2 == 0 else -1], tokens, dtype, 'off')
-                rounds.append(figures)
-            cases = [line(config, rounds, name, options.methods[0]) for name in options.methods]
-            for case in cases:
-                lines.write(case)
-            print_table(cases)
-
-
-# ---- tables ----
 
 def mib(amount):
     return f'{amount / MIB:.2f}' if amount else '-'
 
 
-def print_table(cases):
+def print_table(lines):
     """All methods at one length."""
-    first = cases[0]
+    first = lines[0]
     print(f"{first['tokens']:,} tokens, {first['dtype']}: {first['heads']}/{first['kv_heads']} heads of "
           f"{first['head_dim']}, {first['ranks']} ranks; one unit, a rank's tokens x model dim, is "
           f"{first['unit_bytes'] / MIB:g} MiB\n")
-    common.table_head(['method', 'team x ring', 'stages x heads', 'peak, MiB', 'units', 'host, MiB', 'all-to-all, MiB', 'ring, MiB',
-                       'host link, MiB', 'forward, s', 'backward, s', f"time / {first['method']}"])
-    for case in cases:
-        low, high = case['ratio_range']
-        sent = case['sent_bytes']
-        common.table_line([case['method'], f"{case['ranks'] // case['ring']} x {case['ring']}",
-                    f"{case['stages']} x {case['chunk']}", mib(case['peak_bytes']),
-                    f"{case['peak_bytes'] / case['unit_bytes']:.2f}", mib(case['host_bytes']),
-                    *(mib(sum(sent[way])) for way in ('team', 'ring', 'host')), f"{case['forward_s']:.3f}",
-                    f"{case['backward_s']:.3f}", f"{case['ratio']:.3f} ({low:.3f} to {high:.3f})"])
+    rows = []
+    for line in lines:
+        sent = line['sent_bytes']
+        rows.append([line['method'], f"{line['ranks'] // line['ring']} x {line['ring']}",
+                     f"{line['stages']} x {line['chunk']}", mib(line['peak_bytes']),
+                     f"{line['peak_bytes'] / line['unit_bytes']:.2f}", mib(line['host_bytes']),
+                     *(mib(sum(sent[way])) for way in ('team', 'ring', 'host')), f"{line['forward_s']:.3f}",
+                     f"{line['backward_s']:.3f}", rates.ratio_cell(line)])
+    common.print_table(['method', 'team x ring', 'stages x heads', 'peak, MiB', 'units', 'host, MiB', 'all-to-all, MiB',
+                        'ring, MiB', 'host link, MiB', 'forward, s', 'backward, s', f"time / {first['method']}"], rows)
     print(flush=True)
 
 
-# ---- the picture ----
+class Methods(common.Benchmark):
+    name, text, rounds, quick = 'methods', __doc__, 3, {'tokens': [256, 512], 'rounds': 1}
 
-def draw_panel(axes, cases, methods, value):
-    for name in methods:
-        points = [(case['tokens'], value(case)) for case in cases if case['method'] == name]
-        colour, dashes, marker = LINES[name]
-        axes.plot(*zip(*points), color=colour, linestyle=dashes, marker=marker, markersize=3.5, linewidth=1.4)
-    common.tidy(axes)
+    def flags(self, parser):
+        common.add_list(parser, '--methods', 'methods', METHODS, METHODS)
+        common.add_list(parser, '--tokens', 'lengths of the sequence', [1024, 2048, 4096, 8192, 16384])
+        common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
 
+    def open(self):
+        given = self.options
+        given.tokens.sort()
+        self.program = program(given)
+        common.log('validating against double precision')
+        errors = {name: {} for name in given.methods}
+        for dtype in given.dtypes:
+            _, figures = compare(self.program, given.methods, **SHAPE, tokens=VALIDATED, dtype=dtype, check='on')
+            for name, method in figures.items():
+                errors[name][dtype] = worst_error(method)
+        return {'errors': errors}
 
-def draw(cases, options, title):
-    """As the paper's first figure: peak memory and time over S, a line a method, a column a data type."""
-    plt = common.pyplot()
-    if plt is None:
-        return
-    figure, panels = plt.subplots(2, len(options.dtypes), figsize=(4.6 * len(options.dtypes) + 1.8, 7), squeeze=False,
-                                  sharey='row')
-    for column, dtype in enumerate(options.dtypes):
-        of_type = [case for case in cases if case['dtype'] == dtype]
-        memory, seconds = panels[0][column], panels[1][column]
-        draw_panel(memory, of_type, options.methods, lambda case: case['peak_bytes'] / MIB)
-        memory.set_xticks(options.tokens[-3:], [f'{tokens / 1024:g}k' for tokens in options.tokens[-3:]])
-        memory.set_xlim(left=0)
-        memory.set_ylim(bottom=0)
-        memory.set_title(f'peak memory of a rank, {dtype}', fontsize=10)
-        draw_panel(seconds, of_type, options.methods, lambda case: case['total_s'])
-        seconds.set_xscale('log', base=2)
-        seconds.set_yscale('log', base=2)
-        seconds.set_xticks(options.tokens, [f'{tokens / 1024:g}k' for tokens in options.tokens])
-        seconds.yaxis.set_major_formatter(lambda value, _: f'{value:g}')
-        seconds.set_title(f'forward and backward, {dtype}', fontsize=10)
-        seconds.set_xlabel('tokens')
-    panels[0][0].set_ylabel('MiB')
-    panels[1][0].set_ylabel('seconds')
-    handles = [plt.Line2D([], [], color=LINES[name][0], linestyle=LINES[name][1], marker=LINES[name][2], markersize=3.5)
-               for name in options.methods]
-    shape = f'{SHAPE["heads"]}/{SHAPE["kv-heads"]} heads of {SHAPE["head-dim"]}, {SHAPE["ranks"]} ranks'
-    common.finish(figure, handles, options.methods, f'{shape}: {title}', options.chart, 1.5, handlelength=3.5)
+    def cases(self):
+        return [(f'{tokens} tokens, {dtype}', tokens, dtype)
+                for dtype in self.options.dtypes for tokens in self.options.tokens]
 
+    def run(self, tokens, dtype):
+        methods, rounds = self.options.methods, []
+        for turn in range(self.options.rounds):
+            config, figures = compare(self.program, methods[::1 if turn % 2 == 0 else -1], **SHAPE, tokens=tokens,
+                                      dtype=dtype, check='off')
+            rounds.append(figures)
+        lines = [{'op': 'method', **summary(config, [one[name] for one in rounds], [one[methods[0]] for one in rounds])}
+                 for name in methods]
+        yield from lines
+        print_table(lines)
 
-# ---- the command line ----
+    def picture(self, lines):
+        """As the paper's first figure: peak memory and time over S, a line a method, a column a data type."""
+        given = self.options
 
-def read_options():
-    parser = common.arguments(__doc__, [])
-    common.add_list(parser, '--methods', 'methods', METHODS, METHODS)
-    common.add_list(parser, '--tokens', f'lengths of the sequence ({",".join(map(str, TOKENS))})', None)
-    common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
-    parser.add_argument('--rounds', type=int, metavar='N', help=f'runs of all methods at a length ({ROUNDS})')
-    options = common.parse(parser, 'methods')
-    options.tokens = sorted(options.tokens or (QUICK_TOKENS if options.quick else TOKENS))
-    options.rounds = (QUICK_ROUNDS if options.quick else ROUNDS) if options.rounds is None else options.rounds
-    if options.rounds < 1 or options.tokens[0] < 1:
-        parser.error('rounds and tokens are positive')
-    for chosen in options.methods, options.tokens, options.dtypes:
-        if len(set(chosen)) < len(chosen):
-            parser.error(f'{",".join(map(str, chosen))}: one is given twice')
-    return options
+        def panel(title, dtype, value, **more):
+            of_type = [line for line in lines if line['dtype'] == dtype]
+            curves = [([(line['tokens'], value(line)) for line in of_type if line['method'] == name], *LINES[name])
+                      for name in given.methods]
+            return picture.Panel(f'{title}, {dtype}', curves, **more)
 
+        def longest(axes):
+            axes.set_xticks(given.tokens[-3:], map(common.amount, given.tokens[-3:]))
+            axes.set_xlim(left=0)
 
-def main(options):
-    path = program(options)
-    common.log('validating against double precision')
-    errors = validate(path, options)
-    with common.Lines(options.json, {'isa': options.isa, 'errors': errors}) as lines:
-        lines.print_header()
-        measure(path, options, lines)
-        draw(lines.cases, options, lines.header['machine'])
-    common.log(f'numbers: {options.json}')
-    return 0
+        def powers(axes):
+            axes.set_yscale('log', base=2)
+            axes.yaxis.set_major_formatter(lambda value, _: f'{value:g}')
+        grid = [[panel('peak memory of a rank', dtype, lambda line: line['peak_bytes'] / MIB, y='MiB', linear=True,
+                       more=longest) for dtype in given.dtypes],
+                [panel('forward and backward', dtype, lambda line: line['total_s'], x='tokens', y='seconds', log_y=True,
+                       more=powers) for dtype in given.dtypes]]
+        shape = f'{SHAPE["heads"]}/{SHAPE["kv_heads"]} heads of {SHAPE["head_dim"]}, {SHAPE["ranks"]} ranks'
+        picture.draw(given.chart, f'{shape}: {self.header["machine"]}', grid,
+                     [(name, *LINES[name]) for name in given.methods], share=('none', 'row'), size=(4.6, 3.1),
+                     margin=1.5)
 
 
 if __name__ == '__main__':
-    sys.exit(main(read_options()))
+    benchmark = Methods()
+    benchmark.read()
+    sys.exit(benchmark.main())

@@ -1,19 +1,17 @@
 /* ops.c -- the compute table's row operations and the all-to-all of thread ranks, beside memcpy
  *
- * bench/ops.py compiles it, once for each set of instructions, and loads it with ctypes:
+ * What bench/ops.py calls through a shared object. With kernels.c, whose handle has the threads:
  *
- *     ops_bench *b = ops_open(threads, rows, d, dtype);     NULL: no memory or no threads
- *     const char *why = ops_call(b, op);                    NULL: done
- *     double seconds = ops_seconds(b, op, turns);           of `turns` calls; negative: one failed
- *     ops_close(b);
+ *     const char *why = ops_call(b, &c, op);                NULL: done
+ *     double seconds = ops_seconds(b, &c, op, turns);       of `turns` calls; negative: one failed
  */
+#include "kernels.c"
+
 #include "upipe/net/upipe_net_threads.h"
-#include "upipe/cpu/upipe_cpu.h"
 #include "upipe/upipe_a2a.h"
 #include "upipe/upipe_reduce.h"
-#include "examples/common/pool.h"
 
-enum { OPS_HEAD = 128, OPS_SLOTS = 6, OPS_PARTS = 4, OPS_BUF = 4096 };
+enum { OPS_HEAD = 128, OPS_SLOTS = 6, OPS_PARTS = 4 };
 
 typedef enum ops_op {
     OPS_MEMCPY,
@@ -39,129 +37,31 @@ typedef enum ops_op {
     OPS_ADAMW
 } ops_op;
 
-/* Slots hold rows * d elements of up to four bytes each. Which operand lies where: ops_call. */
-typedef struct ops_bench {
-    pool threads;
-    upipe_par par;
-    upipe_ops ops;
-    upipe_ctx ctx;
-    char *buf;
+/* ops_case -- operands of all operations
+ *   slots                 rows * d elements each, of the type that the operation has there: ops_run
+ *   weight dweight        [d] of the norm
+ *   loss tokens targets   [rows]; tokens below rows, targets below d
+ *   total                 what OPS_TOTAL gives
+ */
+typedef struct ops_case {
     char *slots[OPS_SLOTS];
-    float *norm_weight, *dnorm_weight; /* [d] */
-    float *loss;                       /* [rows] */
-    int32_t *tokens;                   /* [rows], below rows; they repeat where rows is a multiple of 5 */
-    int32_t *targets;                  /* [rows], below d */
+    float *weight, *dweight, *loss;
+    const int32_t *tokens, *targets;
     double total;
     int64_t rows;
-    int32_t d;
-    upipe_dtype dtype;
-} ops_bench;
+    int32_t d, dtype;
+} ops_case;
 
-static double now(void)
+static upipe_view ops_rows(const ops_case *given, int slot, upipe_dtype dtype)
 {
-    return 1e-9 * (double)upipe_net_now();
-}
-
-void ops_close(ops_bench *b)
-{
-    pool_free(&b->threads);
-    free(b->buf);
-    free(b->norm_weight);
-    free(b->dnorm_weight);
-    free(b->loss);
-    free(b->tokens);
-    free(b->targets);
-    free(b);
-}
-
-ops_bench *ops_open(int32_t threads, int64_t rows, int32_t d, int32_t dtype)
-{
-    size_t slot = (size_t)(rows * d) * sizeof(float), n = (size_t)d * sizeof(float);
-    ops_bench *b = (ops_bench *)calloc(1, sizeof *b);
-    int64_t i;
-    int s;
-    if (b == NULL) return NULL;
-    if (pool_init(&b->threads, threads) != 0) {
-        free(b);
-        return NULL;
-    }
-    b->buf = (char *)malloc(OPS_SLOTS * (slot + OPS_BUF));
-    b->norm_weight = (float *)malloc(n);
-    b->dnorm_weight = (float *)malloc(n);
-    b->loss = (float *)malloc((size_t)rows * sizeof(float));
-    b->tokens = (int32_t *)malloc((size_t)rows * sizeof(int32_t));
-    b->targets = (int32_t *)malloc((size_t)rows * sizeof(int32_t));
-    if (b->buf == NULL || b->norm_weight == NULL || b->dnorm_weight == NULL || b->loss == NULL ||
-        b->tokens == NULL || b->targets == NULL) {
-        ops_close(b);
-        return NULL;
-    }
-    memset(b->buf, 0, OPS_SLOTS * (slot + OPS_BUF));
-    /* a line apart within their pages, as blocks of a heap are: equal places would collide in the caches */
-    for (s = 0; s < OPS_SLOTS; ++s) b->slots[s] = b->buf + (size_t)s * (slot + 5 * 64 + 64) + 64;
-    for (i = 0; i < d; ++i) {
-        b->norm_weight[i] = 1.0f + (float)(i % 7) / 16;
-        b->dnorm_weight[i] = 0;
-    }
-    for (i = 0; i < rows; ++i) {
-        b->tokens[i] = (int32_t)(i * 5 % rows);
-        b->targets[i] = (int32_t)(i * 5 % d);
-    }
-    b->par = pool_par(&b->threads);
-    upipe_cpu_ops(&b->ops);
-    b->ops.par = &b->par;
-    b->ctx.ops = &b->ops;
-    b->rows = rows;
-    b->d = d;
-    b->dtype = (upipe_dtype)dtype;
-    return b;
-}
-
-void *ops_slot(ops_bench *b, int32_t slot)
-{
-    return b->slots[slot];
-}
-
-float *ops_norm_weight(ops_bench *b, int32_t gradient)
-{
-    return gradient ? b->dnorm_weight : b->norm_weight;
-}
-
-float *ops_loss(ops_bench *b)
-{
-    return b->loss;
-}
-
-int32_t *ops_tokens(ops_bench *b, int32_t targets)
-{
-    return targets ? b->targets : b->tokens;
-}
-
-double ops_total(const ops_bench *b)
-{
-    return b->total;
-}
-
-/* Numbers between -1 and 1 of this type. */
-void ops_fill(ops_bench *b, int32_t slot, int32_t dtype)
-{
-    uint32_t state = (uint32_t)slot * 977u + 1;
-    int64_t i;
-    for (i = 0; i < b->rows * b->d; ++i) {
-        state = state * 1664525u + 1013904223u;
-        upipe_cpu_put(b->slots[slot], (upipe_dtype)dtype, i, (float)(int32_t)state * 0x1p-31f);
-    }
-}
-
-static upipe_view ops_rows(ops_bench *b, int slot, upipe_dtype dtype)
-{
-    return upipe_view_packed(b->slots[slot], dtype, b->rows, 1, b->d);
+    return upipe_view_packed(given->slots[slot], dtype, given->rows, 1, given->d);
 }
 
 /* The same memory as heads of 128, which d is a multiple of. */
-static upipe_view ops_heads(ops_bench *b, int slot)
+static upipe_view ops_heads(const ops_case *given, int slot)
 {
-    return upipe_view_packed(b->slots[slot], b->dtype, b->rows, b->d / OPS_HEAD, OPS_HEAD);
+    return upipe_view_packed(given->slots[slot], (upipe_dtype)given->dtype, given->rows, given->d / OPS_HEAD,
+                             OPS_HEAD);
 }
 
 typedef struct ops_piece {
@@ -177,51 +77,51 @@ static void ops_memcpy_piece(void *arg, int32_t i)
     memcpy(p->to + first, p->from + first, i + 1 == p->count ? p->bytes - first : each);
 }
 
-static upipe_status ops_memcpy(ops_bench *b)
+static upipe_status ops_memcpy(bench *b, const ops_case *given)
 {
     ops_piece p;
-    p.to = b->slots[1];
-    p.from = b->slots[0];
-    p.bytes = (size_t)(b->rows * b->d) * upipe_dtype_bytes(b->dtype);
+    p.to = given->slots[1];
+    p.from = given->slots[0];
+    p.bytes = (size_t)(given->rows * given->d) * upipe_dtype_bytes((upipe_dtype)given->dtype);
     p.count = b->par.workers;
     b->par.run(b->par.self, p.count, ops_memcpy_piece, &p);
     return UPIPE_OK;
 }
 
-static upipe_status ops_rope(ops_bench *b, int interleaved)
+static upipe_status ops_rope(bench *b, const ops_case *given, int interleaved)
 {
     upipe_rope r;
     memset(&r, 0, sizeof r);
-    r.x = ops_heads(b, 0);
+    r.x = ops_heads(given, 0);
     r.count = 1;
     r.theta = 500000;
     r.interleaved = interleaved;
     return b->ops.rope(&b->ctx, &r);
 }
 
-static upipe_status ops_cross_entropy(ops_bench *b)
+static upipe_status ops_cross_entropy(bench *b, const ops_case *given)
 {
     upipe_cross_entropy x;
     memset(&x, 0, sizeof x);
-    x.logits = ops_rows(b, 0, UPIPE_F32);
-    x.grad = ops_rows(b, 1, b->dtype);
-    x.loss = b->loss;
-    x.targets = b->targets;
+    x.logits = ops_rows(given, 0, UPIPE_F32);
+    x.grad = ops_rows(given, 1, (upipe_dtype)given->dtype);
+    x.loss = given->loss;
+    x.targets = given->targets;
     x.scale = 1;
     return b->ops.cross_entropy(&b->ctx, &x);
 }
 
-static upipe_status ops_adamw(ops_bench *b)
+static upipe_status ops_adamw(bench *b, const ops_case *given)
 {
     upipe_adamw a;
     memset(&a, 0, sizeof a);
-    a.w = (float *)(void *)b->slots[0];
-    a.m = (float *)(void *)b->slots[1];
-    a.v = (float *)(void *)b->slots[2];
-    a.g = (const float *)(const void *)b->slots[3];
-    a.copy = b->slots[4];
-    a.copy_dtype = b->dtype;
-    a.n = b->rows * b->d;
+    a.w = (float *)(void *)given->slots[0];
+    a.m = (float *)(void *)given->slots[1];
+    a.v = (float *)(void *)given->slots[2];
+    a.g = (const float *)(const void *)given->slots[3];
+    a.copy = given->slots[4];
+    a.copy_dtype = (upipe_dtype)given->dtype;
+    a.n = given->rows * given->d;
     a.step = 10;
     a.rate = 1e-3;
     a.beta1 = 0.9;
@@ -232,38 +132,38 @@ static upipe_status ops_adamw(ops_bench *b)
     return b->ops.adamw(&b->ctx, &a);
 }
 
-static upipe_status ops_run(ops_bench *b, ops_op op)
+static upipe_status ops_run(bench *b, ops_case *given, ops_op op)
 {
     upipe_ctx *c = &b->ctx;
     const upipe_ops *o = &b->ops;
-    upipe_dtype t = b->dtype;
-    size_t bytes = (size_t)(b->rows * b->d) * upipe_dtype_bytes(t);
-    upipe_view x = ops_rows(b, 0, t), y = ops_rows(b, 1, t), z = ops_rows(b, 2, t), dot;
+    upipe_dtype t = (upipe_dtype)given->dtype;
+    size_t bytes = (size_t)(given->rows * given->d) * upipe_dtype_bytes(t);
+    upipe_view x = ops_rows(given, 0, t), y = ops_rows(given, 1, t), z = ops_rows(given, 2, t), dot;
     switch (op) {
     case OPS_MEMCPY:
-        return ops_memcpy(b);
+        return ops_memcpy(b, given);
     case OPS_COPY:
         return o->copy(c, y.data, x.data, bytes);
     case OPS_ZERO:
         return o->zero(c, y.data, bytes);
     case OPS_NARROW:
-        return o->cast(c, y, ops_rows(b, 0, UPIPE_F32));
+        return o->cast(c, y, ops_rows(given, 0, UPIPE_F32));
     case OPS_WIDEN:
-        return o->cast(c, ops_rows(b, 1, UPIPE_F32), x);
+        return o->cast(c, ops_rows(given, 1, UPIPE_F32), x);
     case OPS_ROPE:
-        return ops_rope(b, 0);
+        return ops_rope(b, given, 0);
     case OPS_ROPE_INTERLEAVED:
-        return ops_rope(b, 1);
+        return ops_rope(b, given, 1);
     case OPS_RMSNORM:
-        return o->rmsnorm(c, y, x, b->norm_weight, 1e-5f);
+        return o->rmsnorm(c, y, x, given->weight, 1e-5f);
     case OPS_RMSNORM_BWD:
-        return o->rmsnorm_bwd(c, z, y, x, b->norm_weight, 1e-5f, b->dnorm_weight, 0);
+        return o->rmsnorm_bwd(c, z, y, x, given->weight, 1e-5f, given->dweight, 0);
     case OPS_ROWDOT:
-        dot = upipe_view_packed(b->slots[2], UPIPE_F32, b->rows, b->d / OPS_HEAD, 1);
-        return o->rowdot(c, dot, ops_heads(b, 0), ops_heads(b, 1));
+        dot = upipe_view_packed(given->slots[2], UPIPE_F32, given->rows, given->d / OPS_HEAD, 1);
+        return o->rowdot(c, dot, ops_heads(given, 0), ops_heads(given, 1));
     case OPS_SUM:
-        return o->sum(c, ops_rows(b, 5, t), (const float *)(const void *)b->slots[0],
-                      (b->slots[1] - b->slots[0]) / (int64_t)sizeof(float), OPS_PARTS, 0);
+        return o->sum(c, ops_rows(given, 5, t), (const float *)(const void *)given->slots[0],
+                      (given->slots[1] - given->slots[0]) / (int64_t)sizeof(float), OPS_PARTS, 0);
     case OPS_ADD:
         return o->add(c, y, x);
     case OPS_SWIGLU:
@@ -275,39 +175,41 @@ static upipe_status ops_run(ops_bench *b, ops_op op)
     case OPS_GLU_BWD:
         return o->gate_bwd(c, UPIPE_GATE_SIGMOID, x, y, z);
     case OPS_CROSS_ENTROPY:
-        return ops_cross_entropy(b);
+        return ops_cross_entropy(b, given);
     case OPS_EMBED:
-        return o->embed(c, y, x, b->tokens);
+        return o->embed(c, y, x, given->tokens);
     case OPS_EMBED_BWD:
-        return o->embed_bwd(c, ops_rows(b, 1, UPIPE_F32), x, b->tokens);
+        return o->embed_bwd(c, ops_rows(given, 1, UPIPE_F32), x, given->tokens);
     case OPS_TOTAL:
-        return o->total(c, &b->total, x, 1);
+        return o->total(c, &given->total, x, 1);
     case OPS_ADAMW:
-        return ops_adamw(b);
+        return ops_adamw(b, given);
     }
     return UPIPE_ERR_ARG;
 }
 
 /* One call. The operands lie in the slots 0, 1, ... in the order of the entry's arguments, results last. */
-const char *ops_call(ops_bench *b, int32_t op)
+const char *ops_call(bench *b, ops_case *given, int32_t op)
 {
-    return ops_run(b, (ops_op)op) == UPIPE_OK ? NULL : b->ctx.err.text;
+    return ops_run(b, given, (ops_op)op) == UPIPE_OK ? NULL : b->ctx.err.text;
 }
 
 /* A gradient in place would fade to numbers so small that the processor takes its time over them: its
  * operands are made anew before each call, outside the time. */
-double ops_seconds(ops_bench *b, int32_t op, int32_t turns)
+double ops_seconds(bench *b, ops_case *given, int32_t op, int32_t turns)
 {
     const int fades = op == OPS_SWIGLU_BWD || op == OPS_GLU_BWD;
     double sum = 0, start = now();
     int32_t i;
     for (i = 0; i < turns; ++i) {
         if (fades) {
-            memcpy(b->slots[0], b->slots[3], (size_t)(b->rows * b->d) * upipe_dtype_bytes(b->dtype));
-            memcpy(b->slots[1], b->slots[4], (size_t)(b->rows * b->d) * upipe_dtype_bytes(b->dtype));
+            memcpy(given->slots[0], given->slots[3],
+                   (size_t)(given->rows * given->d) * upipe_dtype_bytes((upipe_dtype)given->dtype));
+            memcpy(given->slots[1], given->slots[4],
+                   (size_t)(given->rows * given->d) * upipe_dtype_bytes((upipe_dtype)given->dtype));
             start = now();
         }
-        if (ops_run(b, (ops_op)op) != UPIPE_OK) return -1;
+        if (ops_run(b, given, (ops_op)op) != UPIPE_OK) return -1;
         if (fades) sum += now() - start;
     }
     return fades ? sum : now() - start;

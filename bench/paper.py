@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""paper.py [--plan PROGRAM] [--pages FILE] [--quick] -- the paper's tables and figures, theirs beside ours
+"""paper.py -- the paper's tables and figures, theirs beside ours
 
 Everything of the paper on Untied Ulysses (arXiv 2602.21196) that can be computed or simulated: closed forms from the
 numbers of heads, the rest by upipe-plan --as torchtitan, whose constants are fitted on the Llama3-8B tables of 8 GPUs
 (upipe-plan --write-machine prints them with their origins). Each length, and each method where the others determine it,
 is also left out of a new fit and predicted. Prints Markdown, with the error of each cell, and writes
-the numbers as JSON and two pictures. --pages writes docs/paper.md.
+the numbers as JSON and three pictures. --pages puts all of it into a page, docs/paper.md, whose first lines and last
+chapter are its own.
 """
 
 import json
@@ -17,6 +18,7 @@ import sys
 import tempfile
 
 import common
+import picture
 
 LENGTHS = ['128k', '256k', '512k', '1M', '2M', '3M', '4M', '5M', '6M']
 GIB = 2**30
@@ -54,8 +56,7 @@ def put(*lines):
 
 
 def table(head, rows):
-    put('', '| ' + ' | '.join(head) + ' |', '|' + '---|' * len(head))
-    put(*('| ' + ' | '.join(row) + ' |' for row in rows), '')
+    put('', *common.table(head, rows), '')
 
 
 class Planner:
@@ -390,7 +391,7 @@ def leave_out(planner):
 # ---- pictures, the page ----
 
 def draw(path):
-    plt = common.pyplot()
+    plt = picture.pyplot()
     if plt is None:
         return
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
@@ -402,11 +403,11 @@ def draw(path):
             axes.plot(x, [theirs for theirs, _ in cells], 'o', color=f'C{i}', markersize=4)
         axes.set_xlabel('million tokens')
         axes.set_ylabel(unit)
-        common.tidy(axes)
+        picture.tidy(axes)
     panels[1].set_yscale('log')
     panels[0].legend(frameon=False, title='lines: model, dots: paper', fontsize=8)
     figure.tight_layout()
-    common.save(figure, path)
+    picture.save(figure, path)
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6))
     for i, (name, method) in enumerate((('USP-Hybrid', 'ulysses'), ('UPipe', 'upipe'))):
         cells = numbers['nodes'][method]
@@ -417,10 +418,10 @@ def draw(path):
         axes.set_xticks([k + 0.2 for k in range(len(cells))], [cell[0] for cell in cells])
         axes.set_xlabel('tokens, Llama3-8B on 16 GPUs, by the model')
         axes.set_ylabel(unit)
-        common.tidy(axes)
+        picture.tidy(axes)
     panels[0].legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    common.save(figure, os.path.splitext(path)[0] + '_nodes.png')
+    picture.save(figure, os.path.splitext(path)[0] + '_nodes.png')
     figure, axes = plt.subplots(figsize=(8, 3.8))
     left = [0.0] * len(METHODS)
     for name in numbers['breakdown'][METHODS[0]]:
@@ -431,53 +432,19 @@ def draw(path):
     axes.set_xlabel('GiB at 3M tokens; the line is what a GPU of 80 GiB has for tensors')
     axes.legend(frameon=False, fontsize=7, ncol=4, loc='lower right')
     figure.tight_layout()
-    common.save(figure, os.path.splitext(path)[0] + '_breakdown.png')
+    picture.save(figure, os.path.splitext(path)[0] + '_breakdown.png')
 
 
-def discussion():
-    put('## Where model and paper disagree', '',
-        '- **Intermediates with grouped heads.** The paper charges K and V 2/(G nu). Under its own schedule with U = C it is 2/nu, '
-        'so 87.5 % holds without grouped heads alone; [memory](memory.md) derives it.',
-        "- **Peaks by phase.** Exact bytes hold f32 gradients of K and V, which the paper's formulas leave out, and CUDA's f32 sums "
-        'of dQ.',
-        '- **FPDT beyond 4M.** By the model 5M fits; in the paper execution fails there, not memory.',
-        '- **Batch.** With activations on the GPU the slopes of the two methods are 44.6 and 41.3 units (32 inputs, and 12.6 or '
-        '9.3), two less than in the main table: no input comes back from the host. The constant part is 15.4 GiB, 3.9 less than '
-        'there: states and one layer, as the last layer is the peak and no table is gathered beside it. Up to batch 2 the loss is '
-        'the peak: states, the head with its gradient, 36 units. Native PyTorch keeps 32 inputs too, but has the slope and the '
-        'constant part of Ring and 32 more; the model gives it two tensors for norms without tiles. The drop of Ulysses\' speed '
-        'at batch 10 is retries of the allocator, which are not modelled. Throughput is 6 % above that of the main table: the '
-        'copies to the host are not hidden behind the kernels, 28 GB/s.',
-        '- **Strided offloading.** With several sequences UPipe holds 1.2 units (3.6 GiB) more than with one of the same tokens, '
-        'here and in the batch table; Ulysses does not. Every 7th of 32 layers are four inputs, 12 GiB at 3M tokens, and the peak is '
-        "then in the last layer's backward and no longer in the first's, where the embedding's table is gathered (2.9 GiB): 9.1 GiB "
-        'more, and the paper has 9.15.',
-        '- **Selective checkpointing.** The two rows without it are 2 % above the main table\'s cells of the same setting, and '
-        'so are those with it.',
-        '- **All-to-all.** Bytes at 81 GB/s, and 1.1 % of attention\'s time, in which a rank waits for the slowest one: this is why '
-        'the paper\'s times grow with the square beyond 512K (16 GB/s at 3M, 70 at 128K). The paper\'s two methods, which send the '
-        'same bytes, differ from each other by as much as the model from either (42.2 and 34.3 s at 3M).',
-        '- **Attention.** One rate for all lengths; the paper\'s own vary by 9 %.',
-        '- **Not compared.** The paper\'s rows of Qwen3-32B were not used, and its figures have no numbers in the text: the '
-        'model\'s are shown. The convergence of the loss is not computed: this library\'s methods give the same bits '
-        '([numerics](numerics.md)).', '')
+LAST = '## Where model and paper disagree'
 
 
 def page(path):
-    head = ['# The paper, reproduced', '',
-            'This page shows the tables of the paper on Untied Ulysses (arXiv 2602.21196) beside what this project computes. '
-            'To make it again:', '', '```sh', 'sh bench/run.sh paper --pages docs/paper.md', '```', '',
-            'In what follows S is tokens, C ranks, H query heads, G query heads for each key and value head, U heads of a stage, '
-            'and nu = H/U the number of stages.', '',
-            'Nothing here was measured on GPUs. `upipe-plan --as torchtitan` is a model of the paper\'s own setting: a sum of the '
-            'tensors that PyTorch is known to hold, with seven fitted sizes, and eleven fitted rates. They are fitted on the Llama3-8B '
-            'tables of 8 GPUs alone; `upipe-plan --machine h100x8 --write-machine FILE` writes the rates with their origins, and '
-            '`examples/torchtitan/titan.h` explains the sizes. This library\'s own bytes are exact and another matter: '
-            '[memory](memory.md).', '', '![memory and throughput](images/paper.png)', '',
-            '![breakdown at 3M tokens](images/paper_breakdown.png)', '', '![16 GPUs](images/paper_nodes.png)', '']
-    text = re.sub(r'\n{3,}', '\n\n', '\n'.join(head + pages)).strip() + '\n'
+    """The page's chapters, from the first heading below its title to the last chapter, are those that were put."""
+    with open(path, encoding='utf-8') as source:
+        before, last = source.read().split(LAST)
+    made = re.sub(r'\n{3,}', '\n\n', '\n'.join(pages)).strip()
     with open(path, 'w', encoding='utf-8') as target:
-        target.write(text)
+        target.write(before[:before.index('\n## ') + 1] + made + '\n\n' + LAST + last)
 
 
 def program():
@@ -492,31 +459,37 @@ def program():
                                ['-Wl,--no-as-needed', '-lm', '-pthread', '-ljansson'])
 
 
-def main(options):
-    planner = Planner(os.path.abspath(options.plan) if options.plan else program())
-    stages()
-    intermediates()
-    phases(planner)
-    grid(planner)
-    if not options.quick:
-        breakdown(planner)
-        nodes(planner)
-        runtime(planner)
-        ablations(planner)
-        leave_out(planner)
-        draw(options.chart)
-    discussion()
-    print('\n'.join(pages))
-    with open(options.json, 'w', encoding='utf-8') as target:
-        json.dump(numbers, target, indent=1)
-        target.write('\n')
-    if options.pages:
-        page(options.pages)
-    return 0
+class Paper(common.Benchmark):
+    name, text = 'paper', __doc__
+
+    def flags(self, parser):
+        parser.add_argument('--plan', metavar='PROGRAM', help='upipe-plan (the one built here)')
+        parser.add_argument('--pages', metavar='FILE', help='write the page too (docs/paper.md)')
+
+    def main(self):
+        options = self.options
+        planner = Planner(os.path.abspath(options.plan) if options.plan else program())
+        stages()
+        intermediates()
+        phases(planner)
+        grid(planner)
+        if not options.quick:
+            breakdown(planner)
+            nodes(planner)
+            runtime(planner)
+            ablations(planner)
+            leave_out(planner)
+            draw(options.chart)
+        print('\n'.join(pages))
+        with open(options.json, 'w', encoding='utf-8') as target:
+            json.dump(numbers, target, indent=1)
+            target.write('\n')
+        if options.pages:
+            page(options.pages)
+        return 0
 
 
 if __name__ == '__main__':
-    PARSER = common.arguments(__doc__, [])
-    PARSER.add_argument('--plan', metavar='PROGRAM', help='upipe-plan (the one built here)')
-    PARSER.add_argument('--pages', metavar='FILE', help='write the page too (docs/paper.md)')
-    sys.exit(main(common.parse(PARSER, 'paper')))
+    benchmark = Paper()
+    benchmark.read()
+    sys.exit(benchmark.main())

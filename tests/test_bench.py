@@ -28,13 +28,13 @@ FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gf
 MASK_FIELDS = {'op', 'head_dim', 'dtype', 'causal', 'tokens', 'heads', 'threads', 'gflops', 'peak_gflops',
                'seconds_per_token', 'ratio', 'ratio_range', 'round_s', 'base_round_s'}
 MASKS = {'packed': 'sequences', 'window': 'window', 'softcap': 'softcap'}  # and the field that each adds
-BLOCK_FIELDS = {'op', 'method', 'ranks', 'chunk', 'stages', 'heads', 'kv_heads', 'head_dim', 'model_dim', 'tokens', 'dtype',
-                'kernels', 'products', 'same_bits', 'other_bits', 'distance', 'unit_bytes', 'peak_bytes', 'plan_bytes',
-                'product_calls', 'forward_s', 'backward_s', 'total_s', 'total_s_range', 'rounds', 'cpu_s', 'ratio_to_ulysses',
-                'ratio_to_ulysses_range', 'cpu_ratio_to_ulysses', 'ratio_to_ulysses_plain_gemm',
-                'ratio_to_ulysses_plain_gemm_range', 'cpu_ratio_to_ulysses_plain_gemm'}
-PARTS = {'transfer', 'attn_fwd', 'attn_bwd', 'products', 'other', 'all'}
-BLOCK_METHODS = [('ulysses', 16), ('ulysses_plain_gemm', 16), ('upipe', 4), ('upipe', 8)]
+METHOD_FIELDS = {'op', 'method', 'head_dim', 'dtype', 'causal', 'heads', 'kv_heads', 'model_dim', 'ranks', 'ring',
+                 'segments', 'chunk', 'tokens', 'products', 'stages', 'layout', 'ring_mode', 'unit_bytes', 'peak_bytes',
+                 'plan_bytes', 'host_bytes', 'sent_bytes', 'forward_s', 'backward_s', 'total_s', 'round_s', 'cpu_s'}
+BLOCK_FIELDS = METHOD_FIELDS | {'total_s_range', 'rounds', 'ratio_to_ulysses', 'ratio_to_ulysses_range',
+                                'cpu_ratio_to_ulysses'}
+PARTS = {'transfer', 'attn_fwd', 'attn_bwd', 'products', 'all'}
+BLOCK_METHODS = [('ulysses', 16), ('upipe', 4), ('upipe', 8)]
 # Methods, and the ways on which they send something.
 METHODS = {'upipe': {'team'}, 'zigzag': {'ring'}, 'upipe-ring': {'team', 'ring'}, 'fpdt': {'team', 'host'}}
 
@@ -57,7 +57,8 @@ def check_usage(folder):
         ('attn --peers none --json nosuch/x.json', 'cannot be written'), ('masks --kinds nothing', 'nothing'),
         ('masks --threads 0', 'positive'), ('block --shapes 4x16', '4x16 is not like'), ('block --rounds 0', 'positive'),
         ('block --products nothing', 'nothing'), ('methods --methods nobody', 'nobody'), ('methods --tokens 512,512', 'twice'),
-        ('methods --rounds 0', 'positive'), ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
+        ('methods --rounds 0', 'positive'), ('ops --threads 0', 'positive'), ('gemm --peers nobody', 'nobody'),
+        ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
         ('linear --cpu-time --threads 2 --peers none', '--threads 1'), ('states --tokens 5000 --peers none', 'power of two'),
     ]:
         run([*RUN, *words.split()], 2, says)
@@ -130,6 +131,7 @@ def check_methods(folder):
           [(tokens, method) for tokens in (256, 512) for method in METHODS], 'methods: other cases')
     for case in cases:
         name, (low, high) = case['method'], case['ratio_range']
+        check(set(case) == METHOD_FIELDS | {'ratio', 'ratio_range'} and set(case['cpu_s']) == PARTS, f'a line: {case}')
         check(min(case['forward_s'], case['backward_s'], *case['round_s']) > 0 and len(case['round_s']) == 2 and
               0 < low <= case['ratio'] <= high, f'times: {case}')
         check(case['peak_bytes'] > 0 and (case['host_bytes'] > 0) == (name == 'fpdt'), f'memory: {case}')
@@ -142,20 +144,22 @@ def check_methods(folder):
 def check_block(folder):
     path = 'block.json'
     table, header, *cases = short_run(path, 'block', '--quick')
-    check(header.get('products') == 'built-in', f'block: the header has {header}')
+    check(header.get('products') == 'built-in' and 0 < max(header['errors'].values()) < 1e-5,
+          f'block: the header has {header}')
     check([(case['tokens'], case['method'], case['chunk']) for case in cases] ==
           [(tokens, *method) for tokens in (512, 1024) for method in BLOCK_METHODS], 'block: other cases')
     for case in cases:
         check(set(case) == BLOCK_FIELDS, f'a line has {sorted(set(case) ^ BLOCK_FIELDS)} too much or too little')
-        check(set(case['cpu_s']) == PARTS and case['rounds'] == 2, f'parts: {case}')
-        for base in 'ulysses', 'ulysses_plain_gemm':
-            low, high = case[f'ratio_to_{base}_range']
-            check(0 < low <= case[f'ratio_to_{base}'] <= high and case[f'cpu_ratio_to_{base}'] > 0, f'ratios: {case}')
+        first = case['method'] == 'ulysses'  # which every run of UPipe has beside it
+        check(set(case['cpu_s']) == PARTS | {'other'} and case['rounds'] == (4 if first else 2), f'parts: {case}')
+        low, high = case['ratio_to_ulysses_range']
+        check(0 < low <= case['ratio_to_ulysses'] <= high and case['cpu_ratio_to_ulysses'] > 0, f'ratios: {case}')
+        check(not first or low == high == 1, f'ratios: {case}')
         check(0 < case['total_s_range'][0] <= case['total_s'] <= case['total_s_range'][1], f'times: {case}')
-        check(case['same_bits'] or case['method'] == 'ulysses_plain_gemm', f'bits: {case}')
-    check(table.count(' | **total, s** | ') == 3 and table.count('\n| UPipe, U = ') == 2, 'block: the tables lack rows')
+        check(0 < case['plan_bytes'] == case['peak_bytes'] and case['stages'] == 16 // case['chunk'], f'memory: {case}')
+    check(table.count(' | **total, s** | ') == 2 and table.count('\n| UPipe, U = ') == 2, 'block: the tables lack rows')
     check_apart(path, 2 * len(cases))
-    run([*RUN, 'block', '--shapes', '4x16/5', '--tokens', '256', '--json', path], 1, 'no figures: the program failed')
+    run([*RUN, 'block', '--shapes', '4x16/5', '--tokens', '256', '--json', path], 1, 'no figures: failed')
 
 
 def check_accuracy(folder):
@@ -198,6 +202,19 @@ def check_ops(folder):
     check_apart(path, len(cases))
 
 
+def check_gemm(folder):
+    path = 'gemm.json'
+    table, header, *cases = short_run(path, 'gemm', '--quick', '--threads', '1', '--peers', 'bf16')
+    check(header['errors']['ours']['f32'] < header['errors']['ours']['bf16'], f'gemm: the header has {header}')
+    check([(case['shape'], case['dtype']) for case in cases] ==
+          [(shape, dtype) for shape in ('qkv_nt', 'dx_nn', 'dw_tn') for dtype in ('f32', 'bf16')], 'gemm: other cases')
+    for case in cases:
+        check(min(case['gflops'], case['peak_gflops'], *case['round_s']) > 0 and len(case['round_s']) == 3,
+              f'rates: {case}')
+    check(table.count('\n| dw_tn |') == 2, 'gemm: the table lacks rows')
+    check_apart(path, len(cases))
+
+
 def check_compare(path):
     lines = json_lines(path)
     write('first.json', json.dumps(lines[0]) + '\n')
@@ -216,4 +233,4 @@ def check_compare(path):
 
 if __name__ == '__main__':
     sys.exit(run_tests('bench', check_usage, check_numbers, check_masks, check_methods, check_block, check_accuracy,
-                       check_linear, check_states, check_ops))
+                       check_linear, check_states, check_ops, check_gemm))

@@ -32,11 +32,12 @@ PHASES = ['fwd_before', 'fwd_in', 'fwd_attn', 'fwd_out', 'bwd_before', 'bwd_out'
 CONFIG = {name.replace('-', '_') for name in flags_of('IN_COMPARE')} - {'help', 'version'} | {'products', 'unit_bytes'}
 METHOD = {'name', 'ranks', 'ring', 'ring_inner', 'ring_mode', 'layout', 'chunk', 'stages', 'segments', 'peak_bytes',
           'plan_bytes', 'host_bytes', 'plan_host_bytes', 'paper_units', 'slab_bytes', 'intermediate_bytes_fwd',
-          'sent_bytes', 'plan_sent_bytes', 'seconds_fwd', 'seconds_bwd', 'err_out', 'err_dx', 'err_dw', 'err_dsinks',
+          'sent_bytes', 'plan_sent_bytes', 'seconds_fwd', 'seconds_bwd', 'seconds_cpu', 'err_out', 'err_dx', 'err_dw', 'err_dsinks',
           'same_bits_out', 'same_bits_dx', 'same_bits_dw'}
 HEADS = ['ulysses', 'upipe', 'upipe-naive']  # one all-to-all of all ranks
 RINGS = ['ring', 'zigzag', 'stripe', 'double-ring', 'allgather', 'usp', 'upipe-ring']
 SEGMENTED = ['fpdt', 'upipe-fpdt']
+PARTS = {'transfer', 'attn_fwd', 'attn_bwd', 'products'}  # of the processor time of a pass, "all"
 LAYOUTS = {'stripe': 'striped', 'zigzag': 'zigzag', 'double-ring': 'zigzag', 'allgather': 'zigzag', 'usp': 'zigzag',
            'upipe-ring': 'zigzag'}
 
@@ -218,6 +219,7 @@ def check_numbers(numbers, what, checked=True, ring=2, inner=2, segments=4):
                 equal([m['host_bytes'], *host], [c['layers'] * unit, unit, unit], f'{name}: offloaded inputs')
             equal(m['sent_bytes'], expected_sent(c, m), f'{name}: bytes sent')
         check(m['seconds_fwd'] > 0 and m['seconds_bwd'] > 0, f'{name}: seconds {m["seconds_fwd"]} {m["seconds_bwd"]}')
+        check_parts(m['seconds_cpu'], c['overlap'] and m['stages'] * m['segments'] > 1, name)
         for key in ('err_out', 'err_dx', 'err_dw', 'err_dsinks'):
             if checked and (key != 'err_dsinks' or c['sinks']):
                 check(0 < m[key] < error_limits(c), f'{name}: {key} {m[key]}, at most {error_limits(c)}')
@@ -231,6 +233,17 @@ def check_numbers(numbers, what, checked=True, ring=2, inner=2, segments=4):
             check(m['same_bits_out'], f'{name}: out has other bits')
             if kv_sums(c, m) == kv_sums(c, first):
                 equal([m['same_bits_dx'], m['same_bits_dw']], [True] * 2, f'{name}: same bits')
+
+
+def check_parts(cpu, beside, name):
+    """Processor seconds: every part is there, and together they are not more than all. `beside`: a second thread of a rank
+    computes, perhaps, and nothing is said."""
+    if beside and cpu is None:
+        return
+    needed(cpu is not None, f'{name}: no processor time')
+    equal(set(cpu), PARTS | {'all'}, f'{name}: parts of the processor time')
+    parts = [cpu[part] for part in PARTS]
+    check(min(parts) > 0 and sum(parts) < 1.05 * cpu['all'], f'{name}: parts of the processor time {cpu}')
 
 
 def verdict(m, first):

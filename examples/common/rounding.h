@@ -1,7 +1,6 @@
 /* rounding.h -- how far apart results may be that differ in rounding alone
  *
  *     rounding_block(&plan.desc)            the relative L2 error of a block's results
- *     rounding_bound(roundings) * size      the error of one sum; size: the sum of its terms' magnitudes
  *
  * docs/numerics.md says where sums are cut; here are the numbers that follow.
  */
@@ -12,16 +11,10 @@
 
 #include "upipe/upipe_plan.h"
 
-/* Terms of one part of a product's sums, by the kernels' instructions. */
-enum { ROUNDING_PART_LEAST = 320, ROUNDING_PART_MOST = 640 };
+/* Terms of the largest part of a product's sums, over the kernels' instructions. */
+enum { ROUNDING_PART_MOST = 640 };
 
 static const double rounding_unit = 0x1p-24; /* half the distance of f32's neighbours from 1 */
-
-/* A bound for any terms, of which none goes through more roundings than these. */
-static inline double rounding_bound(double roundings)
-{
-    return roundings * rounding_unit / (1 - roundings * rounding_unit);
-}
 
 /* The relative L2 error that a sound result stays below: each element is the end of a few sums (projection, scores,
  * attention, projection) in parts, which are added again. Roundings walk at random over the longest of these chains,

@@ -15,6 +15,7 @@
 #include "../common/world.h"
 #include "../llama/model/rope.h"
 #include "inputs.h"
+#include "parts.h"
 
 enum {
     METHOD_GRADS = 4, /* of wq wk wv and the sinks */
@@ -79,6 +80,7 @@ typedef struct method_rank {
     void *sums[METHOD_GRADS];   /* where they are formed: on the device */
     float *host;                /* [most rows of a rank][max(D, H*v_dim)]; reached by the device too */
     double seconds[2];          /* forward, backward */
+    part_times cpu;
 } method_rank;
 
 typedef struct method {
@@ -97,6 +99,7 @@ typedef struct method {
     method_bytes planned, measured;
     size_t slab_bytes;
     double seconds[2];
+    double cpu[PARTS]; /* of all ranks together */
     /* relative L2 distances from the reference, NaN where nothing was checked, and from the first method */
     double err[MEASURES], apart[MEASURES];
     int same[RESULTS]; /* has the first method's bits; so has what is not there */
@@ -194,12 +197,14 @@ static upipe_status method_pass_begin(method *m, upipe_ctx *c, method_rank *rank
     rank->seconds[pass] = -cli_clock(NULL);
     rank->measured.sent[SENT_TEAM][pass] = -c->team->sent_bytes;
     rank->measured.sent[SENT_RING][pass] = c->ring != NULL ? -c->ring->sent_bytes : 0;
+    parts_begin(&rank->cpu);
     return UPIPE_OK;
 }
 
 static upipe_status method_pass_end(upipe_ctx *c, method_rank *rank, int pass)
 {
     UPIPE_TRY(c->ops->sync(c));
+    parts_end(&rank->cpu);
     rank->seconds[pass] += cli_clock(NULL);
     rank->measured.sent[SENT_TEAM][pass] += c->team->sent_bytes;
     rank->measured.sent[SENT_RING][pass] += c->ring != NULL ? c->ring->sent_bytes : 0;

@@ -362,6 +362,16 @@ static void json_sent(FILE *f, const char *name, const method_bytes *b)
     fprintf(f, "},\n");
 }
 
+/* Processor seconds of all ranks, both passes together, by part. */
+static void json_cpu(FILE *f, const method *m)
+{
+    int part;
+    fprintf(f, "      \"seconds_cpu\": %s", method_counts(m) ? "{" : "null");
+    for (part = 0; method_counts(m) && part < PARTS; ++part)
+        fprintf(f, "%s\"%s\": %.9f", part > 0 ? ", " : "", part_names[part], m->cpu[part]);
+    fprintf(f, "%s,\n", method_counts(m) ? "}" : "");
+}
+
 static void json_method(FILE *f, const method *m)
 {
     int phase;
@@ -380,6 +390,7 @@ static void json_method(FILE *f, const method *m)
     json_sent(f, "sent_bytes", &m->measured);
     json_sent(f, "plan_sent_bytes", &m->planned);
     fprintf(f, "      \"seconds_fwd\": %.6f,\n      \"seconds_bwd\": %.6f,\n", m->seconds[0], m->seconds[1]);
+    json_cpu(f, m);
     json_error(f, "err_out", m->err[MEASURE_OUT]);
     json_error(f, "err_dx", m->err[MEASURE_DX]);
     json_error(f, "err_dw", m->err[MEASURE_DW]);

@@ -397,6 +397,12 @@ static int method_on_side_stream(const method *m, const method_rank *rank)
     return m->kind->segmented ? rank->fpdt.desc.overlap && rank->fpdt.segments > 1 : rank->plan.overlap;
 }
 
+/* Whether the rank's own thread computes everything, so that its processor time says what a pass takes. */
+static int method_counts(const method *m)
+{
+    return m->o->device == DEVICE_CPU && !method_on_side_stream(m, &m->ranks[0]);
+}
+
 /* The slab and the device stay until no rank runs any more: after a failure others may still read there. */
 static upipe_status method_rank_main(void *user, int r, upipe_err *why)
 {
@@ -409,6 +415,7 @@ static upipe_status method_rank_main(void *user, int r, upipe_err *why)
     s = device_open(&rank->d, m->o->device, &c.err);
     device_avoid(&rank->d, m->o->avoid);
     device_use(&rank->d, &c);
+    if (s == UPIPE_OK && method_counts(m)) parts_table(&rank->cpu, &rank->d.ops);
     if (s == UPIPE_OK) s = device_slab(&rank->d, &rank->slab, rank->pool_bytes, &c.err);
     if (s == UPIPE_OK) s = method_second_slab(m, rank, &c);
     if (s == UPIPE_OK && method_on_side_stream(m, rank))
@@ -421,16 +428,19 @@ static upipe_status method_rank_main(void *user, int r, upipe_err *why)
 /* Every process learns what each rank has measured. */
 static upipe_status method_broadcast(method *m, upipe_err *e)
 {
-    int r, pass;
+    int r, pass, part;
     for (r = 0; r < m->o->how.ranks; ++r) {
         method_rank *rank = &m->ranks[r];
+        double *const cpu = rank->cpu.seconds;
         if (m->net->all != NULL) {
             UPIPE_TRY(world_broadcast(m->net, r, &rank->measured, sizeof rank->measured, e));
             UPIPE_TRY(world_broadcast(m->net, r, rank->seconds, sizeof rank->seconds, e));
+            UPIPE_TRY(world_broadcast(m->net, r, cpu, sizeof rank->cpu.seconds, e));
         }
         method_most(&m->measured, &rank->measured);
         for (pass = 0; pass < 2; ++pass)
             if (rank->seconds[pass] > m->seconds[pass]) m->seconds[pass] = rank->seconds[pass];
+        for (part = 0; part < PARTS; ++part) m->cpu[part] += cpu[part];
     }
     return UPIPE_OK;
 }

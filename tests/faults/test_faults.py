@@ -58,7 +58,7 @@ LEFT = re.compile(LOCK.pattern + r'|\.tmp(\.\d+)?(/|$)|\.old(\.\d+)?$')  # and w
 def without_times(value):
     if isinstance(value, dict):
         return {key: without_times(one) for key, one in value.items()
-                if key not in ('ts', 'tokens_per_s', 'seconds_fwd', 'seconds_bwd')}
+                if key not in ('ts', 'tokens_per_s', 'seconds_fwd', 'seconds_bwd', 'seconds_cpu')}
     return [without_times(one) for one in value] if isinstance(value, list) else value
 
 

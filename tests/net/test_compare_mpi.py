@@ -23,7 +23,7 @@ FULL = bool(os.environ.get('UPIPE_FULL'))
 MODEL = '--heads 8 --kv-heads 4 --head-dim 32 --model-dim 64 --tokens 250'.split()  # tokens that do not divide
 RINGS = ['usp', 'upipe-ring']
 EVERY = ['upipe', 'ulysses', 'upipe-naive', 'ring', 'zigzag', 'stripe', 'double-ring', 'allgather', *RINGS, 'fpdt', 'upipe-fpdt']
-OWN = {'seconds_fwd', 'seconds_bwd', 'transport', 'json', 'trace', 'dump'}  # of a run, beside the results
+OWN = {'seconds_fwd', 'seconds_bwd', 'seconds_cpu', 'transport', 'json', 'trace', 'dump'}  # of a run, beside the results
 MPI = ['--transport', 'mpi']
 
 
