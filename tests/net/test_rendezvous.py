@@ -11,7 +11,6 @@ import hmac
 import itertools
 import os
 import random
-import re
 import shlex
 import shutil
 import socket
@@ -25,11 +24,9 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, end, run_test, wait_for, write  # pylint: disable=wrong-import-position
+from launch import CLEAN, SECRET, free_port  # pylint: disable=wrong-import-position
 
 TOP = os.path.abspath(sys.argv[1])
-LAUNCHERS = re.compile(r'RANK$|WORLD_SIZE$|MASTER_|OMPI_|PMI|SLURM_|MPI_|TORCHELASTIC|UPIPE_SECRET')
-CLEAN = {key: value for key, value in os.environ.items() if not LAUNCHERS.search(key)}
-SECRET = 'a secret of 26 characters'
 
 SOURCE = r'''
 #define PROGRAM "meeting"
@@ -77,25 +74,6 @@ int main(int argc, char **argv)
     return 0;
 }
 '''
-
-
-def free_ports(n):
-    """At every address, as rank 0 binds them. All at once, before there are threads: a process that another thread starts
-    has a port that is being tried until it runs its program."""
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
-        s.bind(('', 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-PORTS = free_ports(192)
-
-
-def free_port():
-    return PORTS.pop()
 
 
 def start(command, **variables):
