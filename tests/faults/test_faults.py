@@ -17,6 +17,7 @@ long they take. Which ones, over TCP and MPI, and which are the others, is a mat
 """
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -197,8 +198,8 @@ class Ranks(Scene):
         there = ' '.join(f'{name}={shlex.quote(str(value))}' for name, value in variables_of(fault, count).items())
         shell = f'if [ $RANK = {self.rank} ]; then exec env UPIPE_FAULT_OWN=1 {there} "$0" "$@"; fi; {PROGRAM}'
         statuses, outs, errs, own = run_ranks(self.launcher, PROCESSES, [*words, '--transport', self.launcher.name], 60, shell=shell, cwd=self.work)
-        said = [line for one in own for line in one] if self.killed else errs
-        return subprocess.CompletedProcess(words, next(filter(None, statuses), 0), ''.join(outs), '\n'.join(said))
+        said = '\n'.join(itertools.chain(*own)) if self.killed else ''.join(errs)
+        return subprocess.CompletedProcess(words, next(filter(None, statuses), 0), ''.join(outs), said)
 
     def ranks(self):
         for rank in range(PROCESSES):

@@ -11,6 +11,7 @@ with the ranks that are left.
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import json
 import os
@@ -290,19 +291,21 @@ def test_meeting(_):
 # ---- lost ranks ----
 
 
-def endless(launcher, saved, *flags, ranks=4):
-    """A training of 4 ranks without an end that has begun, or has saved something."""
-    run = Run(launcher, ranks, words(launcher, TRAIN, *MODEL, *STEADY, '--steps', 100000, '--deadline', DEADLINE, '--progress', *flags,
-                                     *(['--save', saved, '--save-every', 1] if saved else [])))
-    wait_for(lambda: (newest(saved) > 0 if saved else re.search(r'^step \d+/', run.err(), re.M)) or not run.runs())
-    check(len(run.pids()) == ranks, f'{flags}: {len(run.pids())} ranks of {ranks} run: {run.said()}')
-    return run
+@contextlib.contextmanager
+def endless(launcher, saved, *flags, deadline=DEADLINE):
+    """A training of 4 ranks without an end that has begun, or has saved something; and its processes by rank."""
+    with Run(launcher, 4, words(launcher, TRAIN, *MODEL, *STEADY, '--steps', 100000, '--deadline', deadline, '--progress', *flags,
+                                *(['--save', saved, '--save-every', 1] if saved else []))) as run:
+        wait_for(lambda: (newest(saved) > 0 if saved else re.search(r'^step \d+/', run.err(), re.M)) or not run.runs())
+        pids = run.pids()
+        needed(len(pids) == 4, f'{launcher.name} {flags}: {len(pids)} ranks of 4 run: {run.said()}')
+        yield run, pids
 
 
-def leave(run, stay, seconds, what):
-    """All ranks but those that stay are gone within this time; how long it took."""
-    pids, began = run.pids(), time.monotonic()
-    wait_for(lambda: not any(alive(pid) for r, pid in pids.items() if r not in stay), 60)
+def leave(run, pids, seconds, what):
+    """These are gone within this time; how long it took."""
+    began = time.monotonic()
+    wait_for(lambda: not any(map(alive, pids)), 60)
     took = time.monotonic() - began
     check(took <= seconds, f'{what}: the others are gone after {took:.2f} s: {run.said()}')
     return took
@@ -311,15 +314,15 @@ def leave(run, stay, seconds, what):
 def lose(launcher, way, victim, what, saved=None, pause=0.0, within_save=False):
     """A rank is killed or stopped in a training: the others leave in time, and blame no other one. How long it took."""
     name = f'{launcher.name} {way} without rank {victim}, {signal.Signals(what).name}'
-    with endless(launcher, saved, *way) as run:
-        pid = run.pids()[victim]
+    with endless(launcher, saved, *way, deadline=DEADLINE if saved else 2 * DEADLINE) as (run, pids):
+        pid = pids.pop(victim)
         time.sleep(pause)
         while within_save and run.runs() and not any(one.endswith('.tmp') for one in os.listdir(saved)):
             pass
         os.kill(pid, what)
         # what is killed closes its connections
         late = 60 if saved is None else 1 if launcher.name == 'tcp' and what == signal.SIGKILL else DEADLINE + 1
-        took = leave(run, {victim}, late, name)
+        took = leave(run, pids.values(), late, name)
         if launcher.name == 'tcp':  # MPI's launcher ends what is stopped
             os.kill(pid, signal.SIGKILL)
         statuses, own = run.end(60), run.own()
@@ -380,8 +383,9 @@ def test_start(_):
         what = f'rank {victim} of 4 is stopped as MPI starts'
         with Run(MPI, 4, words(MPI, TRAIN, *MODEL, '--steps', '1', '--deadline', DEADLINE)) as run:
             wait_for(lambda: len(run.pids()) == 4 or not run.runs())
-            os.kill(run.pids()[victim], signal.SIGSTOP)
-            leave(run, {victim}, DEADLINE + 4, what)
+            pids = run.pids()
+            os.kill(pids.pop(victim), signal.SIGSTOP)
+            leave(run, pids.values(), DEADLINE + 4, what)
             said = sum(run.own(), [])
             check(len(said) == 1 and 'MPI_Init waits for a process that does not come' in said[0], f'{what}: {run.said()}')
 
@@ -396,9 +400,10 @@ def test_comparison(folder):
         with Run(launcher, 3, command, cwd=at) as run:
             wait_for(lambda: 'with ring' in run.err() or not run.runs())
             time.sleep(0.3)
-            pid = run.pids()[2]
+            pids = run.pids()
+            pid = pids.pop(2)
             os.kill(pid, what)
-            leave(run, {2}, 60, f'compare, {launcher.name}')
+            leave(run, pids.values(), 60, f'compare, {launcher.name}')
             if launcher.name == 'tcp':
                 os.kill(pid, signal.SIGKILL)
             statuses, said = run.end(), run.said()
@@ -481,8 +486,8 @@ def test_link(folder, link, launcher, loss):
     link.delay = link.loss = 0.0
     for number in range(3):
         what, saved = f'{launcher.name}, cut {number}', f'{folder}/{launcher.name}{number}'
-        with endless(launcher, saved, *AHEAD * (number % 2)) as run, link.cut(link.random.random() * 0.5):
-            print(f'{what}: every rank has ended after {leave(run, (), DEADLINE + 1, what):.2f} s', flush=True)
+        with endless(launcher, saved, *AHEAD * (number % 2)) as (run, pids), link.cut(link.random.random() * 0.5):
+            print(f'{what}: every rank has ended after {leave(run, pids.values(), DEADLINE + 1, what):.2f} s', flush=True)
             for side, beyond in ((0, 1), '[23]'), ((2, 3), '[01]'):  # each of its own, as nothing passes the link
                 check(any(re.search(fr'^train: .*waited 2 s in .* for ranks? [\d, ]*{beyond}', run.err(r), re.M) for r in side),
                       f'{what}: ranks {side} do not say who is missing: {run.said()}')
@@ -496,7 +501,7 @@ def test_cut_meeting(link):
         with Run(TcpSides(link), 4, command) as run:
             wait_for(lambda: len(run.pids()) == 4, 20, 0.001)
             with link.cut(after):
-                leave(run, (), 2 * DEADLINE + 1, f'cut {after:g} s after the start')
+                leave(run, run.pids().values(), 2 * DEADLINE + 1, f'cut {after:g} s after the start')
                 check(all(re.search(fr'^train: (rank {r} |\d of \d ranks)', run.err(r), re.M) for r in range(4)),
                       f'a sentence of another rank: {run.said()}')
 
