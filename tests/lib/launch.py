@@ -25,23 +25,13 @@ RANKS = ('OMPI_COMM_WORLD_RANK', 'PMI_RANK', 'RANK')  # a launcher sets one of t
 PROGRAM = 'exec "$0" "$@"'  # for a shell
 
 
-def free_ports(n):
-    """At every address, as rank 0 binds them. All at once, before there are threads: a process that another thread starts
-    has a port that is being tried until it runs its program."""
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
-        s.bind(('', 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-PORTS = free_ports(192)
-
-
 def free_port():
-    return PORTS.pop() if PORTS else free_ports(1)[0]
+    """At every address, as rank 0 binds it. It may be bound again: a process that another thread starts has this socket too,
+    until it runs its program."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(('', 0))
+        return s.getsockname()[1]
 
 
 def alive(pid):
