@@ -124,7 +124,7 @@ def parts():
              ordinary='compile unit property programs faults simt fake net torch',
              without='headers_cuda nccl_versions cudnn_plug faults_tcp faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '
                      'cuda_attn_masks_on_90 cuda_attn90_race cuda_attn90_bwd_race cuda_linear_layer cuda_linear_race '
-                     'cuda_train_ops_race compare_mpi'),
+                     'cuda_train_ops_race'),
         Part('asan', [*INSTRUMENTED, *ASAN], full='unit fuzz property programs simt fake',
              ordinary='mem comm a2a fpdt mistakes mlp safetensors files fuzz', slow=SLOW,
              needs=(lambda: starts('-fsanitize=address,undefined'), 'AddressSanitizer does not start here')),

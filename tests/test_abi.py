@@ -21,9 +21,10 @@ import tempfile
 import threading
 import time
 
-sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from bindings import draw_call, wrong_borders  # pylint: disable=wrong-import-position
 from checks import check, draws, end, needed, other_python, run_test  # pylint: disable=wrong-import-position
+from launch import Mpi  # pylint: disable=wrong-import-position
 
 try:
     import numpy as np
@@ -639,11 +640,10 @@ def misused(abi, library):
 
 def in_mpi(abi, library, layer):
     """Starts this script once more, by the launcher; there its last word is that it is a rank."""
-    from run_mpi import launcher  # pylint: disable=import-outside-toplevel
     if sys.argv[3] == 'rank':
         by_mpi(abi, library, layer)
         return end('abi')
-    done = subprocess.run([*launcher(sys.argv[3]), '-np', '4', sys.executable, os.path.abspath(__file__), *sys.argv[1:3], 'rank'],
+    done = subprocess.run([*Mpi(sys.argv[3], lives=True).words, '-np', '4', sys.executable, os.path.abspath(__file__), *sys.argv[1:3], 'rank'],
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, check=False)
     check(done.returncode == 0 and done.stdout.count('0 failed') == 4, done.stdout)
     return end('abi')

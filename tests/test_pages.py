@@ -34,7 +34,7 @@ ELSEWHERE = {
     r'tests/planted/planted\.py': 'takes minutes to hours',
     r'^(?!.*--plan).*--device cuda|\bnvcc\b|09_cuda\.o': 'needs a GPU, or nvcc',
     r'\bsrun\b|#SBATCH': 'needs Slurm',
-    r'\btorchrun\b|08_nccl': 'needs a launcher or GPUs; test_world_tcp.py sets what the launcher sets',
+    r'\btorchrun\b|08_nccl': 'needs a launcher or GPUs; test_world.py sets what the launcher sets',
     r'--hostfile': 'needs a cluster; test_world.py runs the loop',
     r'mpirun\.mpich': 'needs a program made with that MPI; the build mpich has the suite net',
     r'^pip install|examples/tokenize\.py': 'needs downloads; test_documents.py has a tokenizer',

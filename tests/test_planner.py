@@ -5,16 +5,17 @@ Its bytes are those of `train --plan` and of real trainings; as torchtitan it ha
 GPUs, out of memory where the paper was; numbers are read as people write them; what cannot be is refused in a sentence.
 """
 
+import itertools
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, load, needed, read, run_command, run_test, tree, write  # pylint: disable=wrong-import-position
+import programs  # pylint: disable=wrong-import-position
+from checks import check, end, load, needed, read, run_command, run_test, write  # pylint: disable=wrong-import-position
 
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
 FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'link_bytes', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
@@ -65,9 +66,10 @@ def plan(*words, status=0):
     return numbers
 
 
-def refused(sentence, *words):
-    got, said, _ = run(PLAN, *words)
-    check(got == 2 and sentence in said and 'upipe-plan: ' in said, f'{words}: {got}: {said[-400:]}')
+def refused(sentence, *words, status=2):
+    """With one sentence, and before anything is planned: no file is another one than before."""
+    done = programs.refused([PLAN, *words], FOLDER, status, [re.escape(sentence)])
+    check(done.stdout == '', f'{words}: {done.stdout[:100]}')
 
 
 def model(name, **other):
@@ -79,6 +81,12 @@ def model(name, **other):
 def machine(file='machine.json', **other):
     write(at(file), json.dumps({'base': 'h100x8', **other}))
     return at(file)
+
+
+def written(host, *words):
+    """What --write-machine makes of this one."""
+    run_command([PLAN, '--machine', host, *words, '--write-machine', at('written.json')]).check_returncode()
+    return load(at('written.json'))
 
 
 # ---- the paper ----
@@ -375,16 +383,12 @@ def paper_time():
 
 def machines():
     """A preset has the paper's rates times what its data sheet has against an H100."""
-    written = at('preset.json')
     compute = ['attention_forward', 'attention_backward', 'dense']
     link = [f'{what}_bytes{far}' for what in ('all_to_all', 'ring') for far in ('', '_nodes')]
     for name, flops, peers, host, memory in [
             ('h100x32', 1, 1, 1, 1), ('h200x8', 1, 1, 1, 1), ('a100x8', 312 / 989, 0.5, 0.5, 0.5),
             ('b200x8', 2250 / 989, 2, 1, 8000 / 3350), ('4090x4', 165.2 / 989, 32 / 450, 0.5, 1008 / 3350)]:
-        of = []
-        for preset in 'h100x8', name:
-            run_command([PLAN, '--machine', preset, '--write-machine', written]).check_returncode()
-            of.append(load(written))
+        of = [written(preset) for preset in ('h100x8', name)]
         factors = {**{f'{what}_flops': flops for what in compute}, **{what: peers for what in link},
                    'host_link_bytes': host, 'segments_link_bytes': host, 'ring_merge_bytes': memory}
         for rate, paper_s in of[0]['rates'].items():
@@ -446,9 +450,8 @@ def numbers():
     for wrong in '5m', '5Mi', '-1', '1e', '0x10', '1.5', '1e99', '5 M', '0', '3T', '1.':
         refused('--tokens wants', *at, wrong)
     small = ['--model', 'llama3-8b', '--tokens', '128k']
-    refused('with its unit', *small, '--tile-bytes', '65536')
-    refused('with its unit', *small, '--machine', machine(gpu_memory='80'))
-    refused('with its unit', *small, '--machine', machine(gpu_memory=80))
+    for words in ['--tile-bytes', '65536'], ['--machine', machine('text.json', gpu_memory='80')], ['--machine', machine(gpu_memory=80)]:
+        refused('with its unit', *small, *words)
     words = [*small, '--as', 'torchtitan', '--machine']
     plan(*words, machine(gpu_memory='26.2GiB'))
     plan(*words, machine(gpu_memory='26.2GB'), status=3)
@@ -459,12 +462,10 @@ def numbers():
 
 def refusals():
     small = ['--model', 'llama3-8b', '--tokens', '128k']
-    refused('--accumulate would have no effect', *small, '--accumulate', '2', '--as', 'torchtitan')
-    refused('--accumulate would have no effect', *small, '--accumulate', '2', '--documents', 'lognormal:2k,1.5,128k')
-    refused('--replicas would have no effect', *small, '--replicas', '2', '--as', 'torchtitan')
-    refused('--replicas would have no effect', *small, '--replicas', '2', '--documents', 'lognormal:2k,1.5,128k')
-    refused('--ranks 8 does not divide into --replicas 3', *small, '--replicas', '3')
-    refused('--ranks 8 does not divide into --replicas 3', *small, '--replicas', '3', '--best')
+    for flag, why in itertools.product(('--accumulate', '--replicas'), (['--as', 'torchtitan'], ['--documents', 'lognormal:2k,1.5,128k'])):
+        refused(f'{flag} would have no effect', *small, flag, '2', *why)
+    for best in [], ['--best']:
+        refused('--ranks 8 does not divide into --replicas 3', *small, '--replicas', '3', *best)
     paper_s = [*small, '--as', 'torchtitan']
     for sentence, *words in [
         ('neither a folder', '--model', 'llama9', '--tokens', '1M'), ('--tokens is missing', '--model', 'llama3-8b'),
@@ -558,11 +559,11 @@ def documents():
         ('--max-tokens', '--documents', 'lognormal:2k,1,4k', '--as', 'torchtitan')]:
         refused(sentence, *small, *words)
     write(at('ones'), '1 ') # as many documents as tokens
-    short = ['--documents', at('ones'), '--machine', machine('many.json', ranks=64)]
-    ones = plan(*small, *short, '--ranks', '4', '--method', 'stripe')['documents']
+    short = ['--model', model('small'), '--device', 'cpu', '--documents', at('ones'), '--machine', machine('many.json', ranks=64), '--tokens']
+    ones = plan(*short, tokens, '--ranks', '4', '--method', 'stripe')['documents']
     check(ones['pairs'] == ones['number'] == tokens, f'{ones}')
-    refused('a step of more than 131072 documents is not planned', *small, *short, '--tokens', '256k', '--ranks', '4')
-    refused('131072 documents over a ring of 64 ranks with striped tokens', *small, *short, '--tokens', '128k', '--method', 'stripe')
+    refused('a step of more than 131072 documents is not planned', *short, '256k', '--ranks', '4')
+    refused('131072 documents over a ring of 64 ranks with striped tokens', *short, '128k', '--method', 'stripe')
 
 
 def packed_steps():
@@ -599,15 +600,6 @@ def progress():
         check(int(said[-1]) <= most and len(said) == len(done.stderr.splitlines()), f'{words}: {done.stderr[-400:]}')
 
 
-def refused_path(sentence, *words):
-    """Exit status 1 before anything is planned, and no file is another one than before."""
-    before = tree(FOLDER)
-    done = run_command([PLAN, *words])
-    check(done.returncode == 1 and sentence in done.stderr and done.stdout == '' and done.stderr.count('\n') == 1,
-          f'{words}: {done.returncode}: {done.stdout[:100]}{done.stderr[-400:]}')
-    check(tree(FOLDER) == before, f'{words}: files have changed')
-
-
 def paths():
     """Results replace nothing that is read, nor each other; a link stays one."""
     own, host, rates = model('own'), machine('own.json'), at('rates.json')
@@ -617,24 +609,24 @@ def paths():
     small = ['--model', own, '--machine', host, '--tokens', '1k', '--device', 'cpu', '--ranks', '2']
     for flag, path in ('model', os.path.join(own, 'config.json')), ('machine', host), ('machine', link), ('calibrate', rates):
         for words in ['--json', path, '--write-machine', new], ['--write-machine', path]:
-            refused_path(f'would replace the file of --{flag}', *small, '--calibrate', rates, *words)
-    refused_path('would replace', '--machine', host, '--write-machine', host)
+            refused(f'would replace the file of --{flag}', *small, '--calibrate', rates, *words, status=1)
+    refused('would replace', '--machine', host, '--write-machine', host, status=1)
     for same in new, at('own', '..', 'new.json'):
-        refused_path('both of two results', *small, '--json', new, '--write-machine', same)
+        refused('both of two results', *small, '--json', new, '--write-machine', same, status=1)
     for path in at('none', 'x.json'), FOLDER:
-        refused_path('cannot be written', *small, '--json', path)
-        refused_path('cannot be written', *small, '--best', '--json', path)
-        refused_path('cannot be written', *small, '--json', new, '--write-machine', path)
+        refused('cannot be written', *small, '--json', path, status=1)
+        refused('cannot be written', *small, '--best', '--json', path, status=1)
+        refused('cannot be written', *small, '--json', new, '--write-machine', path, status=1)
     write(at('cut.json'), '{"op": "gemm", "tflops": 3, "threads": 1}\n\0{"op": "attn_fwd", "tflops": 3, "threads": 1}\n')
     refused('no numbers of a benchmark', *small, '--calibrate', at('cut.json'), '--write-machine', new)
     # what cannot be read is no wrong usage
     os.makedirs(os.path.join(FOLDER, 'empty', 'config.json'))
-    refused_path('cannot be read', '--model', own, '--tokens', '1k', '--machine', FOLDER)
-    refused_path('cannot be read', '--model', os.path.join(FOLDER, 'empty'), '--tokens', '1k')
-    refused_path('cannot be read', *small, '--calibrate', os.path.join(FOLDER, 'none'), '--write-machine', new)
+    refused('cannot be read', '--model', own, '--tokens', '1k', '--machine', FOLDER, status=1)
+    refused('cannot be read', '--model', os.path.join(FOLDER, 'empty'), '--tokens', '1k', status=1)
+    refused('cannot be read', *small, '--calibrate', os.path.join(FOLDER, 'none'), '--write-machine', new, status=1)
     os.remove(link)
     os.symlink('link.json', link)
-    refused_path('cannot be written', *small, '--json', link)  # to itself
+    refused('cannot be written', *small, '--json', link, status=1)  # to itself
     for to in 'far.json', at('farther.json'):
         os.remove(link)
         os.symlink(to, link)
@@ -645,8 +637,7 @@ def paths():
             write(at(to), '{}')
     for line in '{"op": "gemm", "tflops": 1e14, "threads": 1}', '{"op": "gemm", "gflops": 1e-30, "threads": 1}':
         write(rates, line + '\n')
-        got, said, _ = run(PLAN, *small, '--calibrate', rates, '--write-machine', new)
-        check(got == 2 and 'not in 1e-12 .. 1e+24' in said and not os.path.exists(new), f'{line}: {got}: {said}')
+        refused('not in 1e-12 .. 1e+24', *small, '--calibrate', rates, '--write-machine', new)
 
 
 def others():
@@ -663,10 +654,9 @@ def others():
         check(got is not None and (word in said and 'refuses' in said if word else 'refuses' not in said), said[:300])
     got = plan('--model', 'llama3-8b', '--tokens', '4M', '--method', 'ulysses', '--zero', '1', status=3)
     check(any(one['flags'] == '--method upipe' and one['gpu_bytes_saved'] > 0 for one in got['advice']), got['advice'])
-    written = at('written.json')
-    run_command([PLAN, '--machine', 'h100x8', '--write-machine', written]).check_returncode()
+    written('h100x8')
     words = ['--model', 'llama3-8b', '--tokens', '1M', '--as', 'torchtitan']
-    check(plan(*words) == plan(*words, '--machine', written), 'a machine is not what was written')
+    check(plan(*words) == plan(*words, '--machine', at('written.json')), 'a machine is not what was written')
     measured = os.path.join(TOP, 'bench', 'results', 'machine_h200.json')
     faster, preset = (plan('--model', 'llama3-8b', '--tokens', '1M', '--machine', name) for name in (measured, 'h200x8'))
     check(faster['gpu_bytes'] == preset['gpu_bytes'] and faster['seconds_step'] != preset['seconds_step'],
@@ -675,17 +665,14 @@ def others():
 
 def calibrated():
     """Rates of benchmarks: of the most threads, of the most elements, and of a CPU the part of each rank."""
-    written = at('written.json')
     attention = os.path.join(TOP, 'bench', 'results', 'attn_avx512.json')
     products = os.path.join(TOP, 'bench', 'results', 'gemm.json')
-    run_command([PLAN, '--machine', 'cpu', '--calibrate', attention, '--calibrate', products, '--write-machine',
-                 written]).check_returncode()
-    rates = load(written)['rates']
+    rates = written('cpu', '--calibrate', attention, '--calibrate', products)['rates']
     update = at('update.json') # the most elements are beyond caches; ranks of a node share its memory
     write(update, ''.join(f'{{"op": "adamw", "gbytes_per_s": {rate}, "rows": {rows}, "d": 4096, "threads": {threads}}}\n'
                           for rate, rows, threads in ((90, 64, 2), (10, 8192, 2), (7, 8192, 2), (80, 9999, 1))))
-    run_command([PLAN, '--machine', 'cpu', '--calibrate', update, '--write-machine', written]).check_returncode()
-    check(load(written)['rates']['host_update_bytes']['value'] == 10e9, load(written)['rates']['host_update_bytes'])
+    most = written('cpu', '--calibrate', update)['rates']['host_update_bytes']
+    check(most['value'] == 10e9, most)
     check(all('measured' in rates[name]['origin'] and 1e9 < rates[name]['value'] < 1e12 for name in
               ('attention_forward_flops', 'attention_backward_flops', 'dense_flops')), rates)
     many = at('many.json')
@@ -695,9 +682,9 @@ def calibrated():
                             ('attn_fwd', 'tflops', 2, 4), ('attn_bwd', 'tflops', 1, 4),
                             ('adamw', 'gbytes_per_s', 6, 4))))
     for host, ranks in ('cpu', 8), ('h100x8', 1):
-        run_command([PLAN, '--machine', host, '--calibrate', many, '--write-machine', written]).check_returncode()
-        got, want = load(written)['rates'], {'dense_flops': 48e9 / ranks, 'attention_forward_flops': 2e12 / ranks,
-                                             'attention_backward_flops': 1e12 / ranks, 'host_update_bytes': 6e9}
+        got = written(host, '--calibrate', many)['rates']
+        want = {'dense_flops': 48e9 / ranks, 'attention_forward_flops': 2e12 / ranks, 'attention_backward_flops': 1e12 / ranks,
+                'host_update_bytes': 6e9}
         check(all(got[name]['value'] == rate for name, rate in want.items()), f'{host}: {got}, not {want}')
 
 
@@ -807,8 +794,9 @@ def longest_settings():
 
 def pictures():
     """plot_plan.py draws what --json wrote, with a Python that has Matplotlib, where there is one."""
-    pythons = [python for python in (sys.executable, shutil.which('python3'), '/usr/bin/python3') if python and not subprocess.run(
-        [python, '-c', 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("matplotlib"))'], check=False).returncode]
+    has = 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("matplotlib"))'
+    pythons = [python for python in (sys.executable, shutil.which('python3'), '/usr/bin/python3')
+               if python and run_command([python, '-c', has]).returncode == 0]
     if not pythons:
         print('planner: left out: pictures, as no Python here has Matplotlib')
         return
@@ -820,8 +808,7 @@ def pictures():
         write(paths[-1], json.dumps(plan(*words)))
     pictures_of = [[at('plans.png'), *paths[:2]], [at('settings.png'), paths[2]]]
     twice = 'import sys, plot_plan\nfor sys.argv in ' + repr([['plot_plan.py', *words] for words in pictures_of]) + ': plot_plan.main()'
-    done = subprocess.run([pythons[0], '-c', twice], cwd=os.path.join(TOP, 'examples', 'plan'), capture_output=True, text=True,
-                          env={**os.environ, 'PYTHONDONTWRITEBYTECODE': '1'}, check=False)
+    done = run_command([pythons[0], '-c', twice], variables={'PYTHONDONTWRITEBYTECODE': '1'}, cwd=os.path.join(TOP, 'examples', 'plan'))
     for path, *_ in pictures_of:
         check(os.path.exists(path) and read(path)[:4] == b'\x89PNG', f'no {path}: {done.stderr[-400:]}')
 

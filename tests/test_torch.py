@@ -18,10 +18,10 @@ import threading
 import time
 from unittest import mock
 
-sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('lib', 'net')]
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
-from checks import check, draws, end, equal, other_python, run_command, run_test  # pylint: disable=wrong-import-position
-import run_mpi  # pylint: disable=wrong-import-position
+from checks import check, draws, end, equal, other_python, run_test  # pylint: disable=wrong-import-position
+from launch import Mpi, run_ranks  # pylint: disable=wrong-import-position
 
 try:
     import torch
@@ -401,9 +401,9 @@ def test_mpi(library, mpirun):
         refused('CUDA devices and has no NCCL', lambda: upipe_team.team_from_env(LIBRARY))
     with socket.create_server(('localhost', 0)) as free:
         port = free.getsockname()[1]
-    done = run_command(run_mpi.command(mpirun, 2, [sys.executable, os.path.abspath(__file__)], library, sys.argv[2], 'rank'), 60,
-                       {'MASTER_ADDR': 'localhost', 'MASTER_PORT': str(port)})
-    check(done.returncode == 0 and done.stdout.count(' 0 failed') == 2, f'{done.returncode}: {done.stdout}{done.stderr}')
+    statuses, outs, errs, _ = run_ranks(Mpi(mpirun, MASTER_ADDR='localhost', MASTER_PORT=port), 2,
+                                        [sys.executable, os.path.abspath(__file__), library, sys.argv[2], 'rank'], 60)
+    check(statuses == [0] and all(' 0 failed' in text for text in outs), f'{statuses}: {outs}{errs}')
 
 
 def test_drawn():

@@ -15,7 +15,7 @@ import time
 
 sys.path[:0] = [os.path.join(os.path.dirname(os.path.abspath(__file__)), folder) for folder in ('..', '../lib')]
 from checks import check, end, equal, read, run_tests, wait_for, write  # pylint: disable=wrong-import-position
-from launch_ranks import run_ranks  # pylint: disable=wrong-import-position
+from launch import run_fake  # pylint: disable=wrong-import-position
 from test_abi import DIM, HEADS, KV, SIZES, TOKENS, floats, held_to, oracle  # pylint: disable=wrong-import-position
 
 FOLDER, TOP = (os.path.abspath(path) for path in sys.argv[1:3])
@@ -33,14 +33,14 @@ def good(done, what):
 
 def test_ports(_):
     for seed in (0, 3, 7) if FULL else (3,):
-        good(run_ranks([os.path.join(FOLDER, 'test_cuda_ports')], 'aa', FAKE_SEED=seed), f'ports, seed {seed}')
+        good(run_fake([os.path.join(FOLDER, 'test_cuda_ports')], 'aa', FAKE_SEED=seed), f'ports, seed {seed}')
 
 
 def test_abi(_):
     words = [sys.executable, os.path.abspath(__file__), FOLDER, TOP, 'abi']
-    good(run_ranks(words, 'aa', FAKE_SEED=3), 'the C ABI')
+    good(run_fake(words, 'aa', FAKE_SEED=3), 'the C ABI')
     if FULL:  # the library's deadline is a minute
-        alone, killed = run_ranks(words, 'aa', {1: {'FAKE_FAIL': '300k'}}, FAKE_CLEAN=0)
+        alone, killed = run_fake(words, 'aa', {1: {'FAKE_FAIL': '300k'}}, FAKE_CLEAN=0)
         check((alone[0], killed[0]) == (1, -9) and 'Error: rank 0 waited 60 s' in alone[2], f'the C ABI, one killed: {alone} {killed}')
 
 
@@ -83,7 +83,7 @@ def abi_rank(rank):
 
 
 def test_one_device(_):
-    for status, said, why in run_ranks([os.path.join(FOLDER, 'fake_08_nccl')], 'aa', {1: {'LOCAL_RANK': 0}}, FAKE_CLEAN=0):
+    for status, said, why in run_fake([os.path.join(FOLDER, 'fake_08_nccl')], 'aa', {1: {'LOCAL_RANK': 0}}, FAKE_CLEAN=0):
         check(status == 1 and 'two ranks on one device' in why, f'two processes on a device: {status}: {said}{why}')
 
 
@@ -104,14 +104,14 @@ def test_killed(_):
     before = shared()
     for number, k in enumerate((9, 60, 150, 250, 400, 600, 900) if FULL else (150, 400)):
         killed, began = number % 2, time.monotonic()
-        done = run_ranks([os.path.join(FOLDER, 'fake_train'), *TRAIN], 'aa', {killed: {'FAKE_FAIL': f'{k}k'}}, FAKE_CLEAN=0)
+        done = run_fake([os.path.join(FOLDER, 'fake_train'), *TRAIN], 'aa', {killed: {'FAKE_FAIL': f'{k}k'}}, FAKE_CLEAN=0)
         status, _, why = done[1 - killed]
         equal(done[killed][0], -9, f'the status of rank {killed}, killed at call {k}')
         check(status == 1 and re.search('^train: .*(waited 3 s|within 3 s|in 3 s)', why), f'killed at call {k}: {status}: {why}')
         check(time.monotonic() - began < 25, f'killed at call {k}: the other rank takes {time.monotonic() - began:.1f} s')
         nothing_left(before, k)
     # teams of two: each of the others has its number among all, though NCCL does not say which rank is missing
-    done = run_ranks([os.path.join(FOLDER, 'fake_train'), *TRAIN, '--replicas', '2'], 'aaaa', {2: {'FAKE_FAIL': '500k'}}, FAKE_CLEAN=0)
+    done = run_fake([os.path.join(FOLDER, 'fake_train'), *TRAIN, '--replicas', '2'], 'aaaa', {2: {'FAKE_FAIL': '500k'}}, FAKE_CLEAN=0)
     said = [[line for line in why.splitlines() if line.startswith('train: ')] for _, _, why in done]
     check([one[0] for one in done] == [1, 1, -9, 1] and all(len(said[r]) == 1 and re.search(rf'rank {r}\b', said[r][0]) for r in (0, 1, 3)),
           f'rank 2 of two teams killed: {done}')

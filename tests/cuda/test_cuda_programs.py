@@ -17,7 +17,7 @@ import tempfile
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
 from hybrid import CONFIG, random_tensors  # pylint: disable=wrong-import-position
-from launch_ranks import run_ranks  # pylint: disable=wrong-import-position
+from launch import run_fake  # pylint: disable=wrong-import-position
 from programs import BOOK, METHODS, TOP, npy, packed, write_model  # pylint: disable=wrong-import-position
 
 FOLDER = os.path.abspath(sys.argv[1])
@@ -44,7 +44,7 @@ def ends(status, words, name, *args, starts='', **fake):
 
 def all_end(status, words, name, hosts, *args, starts='', **more):
     """The same for a process for each letter of hosts, with the words of rank 0. What all of them say."""
-    done = run_ranks([os.path.join(FOLDER, 'fake_' + name), *args], hosts, **more)
+    done = run_fake([os.path.join(FOLDER, 'fake_' + name), *args], hosts, **more)
     check([one[0] for one in done] == [status] * len(hosts) and words in done[0][1] and all(one[2].startswith(starts) for one in done),
           f'{name} {hosts} {" ".join(map(str, args))} {more}: {done}')
     return done

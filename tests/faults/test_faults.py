@@ -17,23 +17,22 @@ long they take. Which ones, over TCP and MPI, and which are the others, is a mat
 """
 
 import copy
+import itertools
 import json
 import os
 import random
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 
-sys.path.extend(os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', name) for name in ('lib', 'net'))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, end, read, run_command, tree as files_of, write  # pylint: disable=wrong-import-position
+from launch import PROGRAM, SECRET, Mpi, Tcp, run_ranks  # pylint: disable=wrong-import-position
 from programs import BOOK, npy, packed, safetensors, sentences  # pylint: disable=wrong-import-position
-from run_mpi import RANK, command, own  # pylint: disable=wrong-import-position
 
 TRAIN, LOGITS, COMPARE, PLAN, FAULT = (os.path.abspath(word) for word in sys.argv[1:6])
 TCP = sys.argv[6:] == ['tcp']
@@ -184,48 +183,28 @@ class Scene:
         return ok
 
 
-class Job(Scene):
-    """The same over MPI; what is counted and what fails is on one rank."""
+class Ranks(Scene):
+    """The same with processes for ranks; what is counted and what fails is on one of them."""
 
-    killed = True
     rank = 0
 
+    def __init__(self, launcher, *more):
+        self.launcher, self.killed = launcher, launcher.name == 'mpi'
+        self.waits = 'deadline' if self.killed else 'waited'
+        super().__init__(*more)
+
     def start(self, words, fault=None, count=None):
-        there = ' '.join(f'{name}={shlex.quote(value)}' for name, value in variables_of(fault, count).items())
-        shell = f'if [ {RANK} = {self.rank} ]; then exec env UPIPE_FAULT_OWN=1 {there} "$0" "$@"; else exec "$0" "$@"; fi'
-        done = run(command(MPIRUN, PROCESSES, ['sh', '-c', shell], *words, '--transport', 'mpi'), self.work)
-        done.stderr = '\n'.join(own(self.program, done.stderr))
-        return done
+        there = ' '.join(f'{name}={shlex.quote(str(value))}' for name, value in variables_of(fault, count).items())
+        shell = f'if [ $RANK = {self.rank} ]; then exec env UPIPE_FAULT_OWN=1 {there} "$0" "$@"; fi; {PROGRAM}'
+        statuses, outs, errs, own = run_ranks(self.launcher, PROCESSES, [*words, '--transport', self.launcher.name], 60, shell=shell, cwd=self.work)
+        said = '\n'.join(itertools.chain(*own)) if self.killed else ''.join(errs)
+        return subprocess.CompletedProcess(words, next(filter(None, statuses), 0), ''.join(outs), said)
 
     def ranks(self):
         for rank in range(PROCESSES):
             one = copy.copy(self)
             one.rank, one.name = rank, f'{self.name}, rank {rank}'
             yield one
-
-
-class Connected(Job):
-    """The same over TCP."""
-
-    killed = False
-    waits = 'waited'
-
-    def start(self, words, fault=None, count=None):
-        with socket.create_server(('127.0.0.1', 0)) as free:
-            port = free.getsockname()[1]
-        world = {**os.environ, 'OPENBLAS_NUM_THREADS': '1', 'WORLD_SIZE': str(PROCESSES), 'MASTER_ADDR': '127.0.0.1',
-                 'MASTER_PORT': str(port), 'UPIPE_SECRET': 'a secret of two ranks'}
-        ranks = []
-        for r in range(PROCESSES):
-            here = {'UPIPE_FAULT_OWN': '1', **variables_of(fault, count)} if r == self.rank else {}
-            ranks.append(subprocess.Popen([*words, '--transport', 'tcp'], cwd=self.work, text=True, stdout=subprocess.PIPE,
-                                          stderr=subprocess.PIPE, env={**world, 'RANK': str(r), 'LOCAL_RANK': str(r), **here}))
-        late = threading.Timer(60, lambda: [p.kill() for p in ranks])
-        late.start()
-        said = [p.communicate() for p in ranks]
-        late.cancel()
-        status = next((p.returncode for p in ranks if p.returncode), 0)
-        return subprocess.CompletedProcess(words, status, *(''.join(texts) for texts in zip(*said)))
 
 
 def scenes(root):
@@ -281,10 +260,11 @@ def scenes(root):
     train = ['--steps', '2', '--keep', '2']
     logits = ['--load', 's', '--ids', 'ids.npy', '--out', 'out.npy', '--ranks', '2', '--deadline', str(DEADLINE)]
     if TCP or MPIRUN:
-        kind, trainer, reader, comparer = (Connected, TRAIN, LOGITS, COMPARE) if TCP else (Job, TRAIN_MPI, LOGITS_MPI, COMPARE_MPI)
-        return [one for job in (kind('train', [trainer, *MODEL, *save, *train], root, old),
-                                kind('logits', [reader, *logits], root, model),
-                                kind('compare', [comparer, *COMPARISON], root, old)) for one in job.ranks()]
+        launcher = Tcp(lambda r: {'UPIPE_SECRET': SECRET}) if TCP else Mpi(MPIRUN)
+        trainer, reader, comparer = (TRAIN, LOGITS, COMPARE) if TCP else (TRAIN_MPI, LOGITS_MPI, COMPARE_MPI)
+        return [one for job in (Ranks(launcher, 'train', [trainer, *MODEL, *save, *train], root, old),
+                                Ranks(launcher, 'logits', [reader, *logits], root, model),
+                                Ranks(launcher, 'compare', [comparer, *COMPARISON], root, old)) for one in job.ranks()]
     return [
         Scene('train', [TRAIN, *MODEL[:-2], '--tokens-file', '@list', '--loss-mask', 'mask', '--shuffle', 'documents', *save,
                         *train], root, tokens),

@@ -11,7 +11,6 @@ import hmac
 import itertools
 import os
 import random
-import re
 import shlex
 import shutil
 import socket
@@ -25,11 +24,9 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, end, run_test, wait_for, write  # pylint: disable=wrong-import-position
+from launch import CLEAN, SECRET, free_port  # pylint: disable=wrong-import-position
 
 TOP = os.path.abspath(sys.argv[1])
-LAUNCHERS = re.compile(r'RANK$|WORLD_SIZE$|MASTER_|OMPI_|PMI|SLURM_|MPI_|TORCHELASTIC|UPIPE_SECRET')
-CLEAN = {key: value for key, value in os.environ.items() if not LAUNCHERS.search(key)}
-SECRET = 'a secret of 26 characters'
 
 SOURCE = r'''
 #define PROGRAM "meeting"
@@ -77,25 +74,6 @@ int main(int argc, char **argv)
     return 0;
 }
 '''
-
-
-def free_ports(n):
-    """At every address, as rank 0 binds them. All at once, before there are threads: a process that another thread starts
-    has a port that is being tried until it runs its program."""
-    sockets = [socket.socket() for _ in range(n)]
-    for s in sockets:
-        s.bind(('', 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
-
-
-PORTS = free_ports(192)
-
-
-def free_port():
-    return PORTS.pop()
 
 
 def start(command, **variables):
@@ -163,17 +141,12 @@ def meet(path, order, ranks=3, step=7, seconds=10):
     return [(r, rank(r, ranks, seconds, step, MASTER_ADDR=path)) for r in order]
 
 
-def all_end(running, what, status=0):
-    for r, process in running:
-        ends(process, status, f'{what}: rank {r}')
-
-
 def test_file():
     """Through files; what an earlier run has left, at whatever moment it ended, is neither taken nor counted."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, 'meet')
         for order in ((0, 1, 2), (2, 1, 0)):
-            all_end(meet(path, order), f'in the order {order}')
+            met(meet(path, order), f'in the order {order}')
             check(not os.listdir(folder), f'{os.listdir(folder)} is left')
         began = time.monotonic()
         (_, zero), (_, one) = meet(path, (0, 1), seconds=1)  # rank 1 takes the data, rank 2 does not come
@@ -187,9 +160,9 @@ def test_file():
             running = meet(path, (first,), step=first + 11)
             time.sleep(0.2)
             running += meet(path, [r for r in (0, 1, 2) if r != first], step=first + 11)
-            all_end(running, f'rank {first} first, after a run that failed')
+            met(running, f'rank {first} first, after a run that failed')
             check(not os.listdir(folder), f'{os.listdir(folder)} is left')
-            all_end(meet(path, (0, 1), seconds=0.3)[:1], 'rank 0 without rank 2', 1)
+            ends(meet(path, (0, 1), seconds=0.3)[0][1], 1, 'rank 0 without rank 2')
 
 
 def test_file_killed():
@@ -203,11 +176,11 @@ def test_file_killed():
             for _, process in broken:
                 process.kill()
                 process.communicate()
-            all_end(meet(path, draw.sample(range(3), 3), step=step), f'after {sorted(os.listdir(folder))}')
+            met(meet(path, draw.sample(range(3), 3), step=step), f'after {sorted(os.listdir(folder))}')
         write(path, b'upipe-ff')
         for size in (0, 39, 41):
             write(path + '.1', bytes(size))
-            all_end(meet(path, (0, 1, 2)), f'among {size} bytes that are no file of ours')
+            met(meet(path, (0, 1, 2)), f'among {size} bytes that are no file of ours')
     for where, words in ((os.path.join(folder, 'none'), 'No such file'), ('/' + 'x' * 5000, 'it is too long')):
         for r in (0, 1):
             expect(1, words, '1', RANK=r, WORLD_SIZE=2, MASTER_ADDR=where)
@@ -314,7 +287,8 @@ def test_strangers():
     noise += [draw.choice((b'', b'upipe-c1')) + draw.randbytes(draw.randrange(200)) for _ in range(60)]
     for said in noise:
         client(port, said).close()
-    all_end([(1, rank(1, 2, MASTER_PORT=port)), (0, first)], 'behind strangers')
+    ends(rank(1, 2, MASTER_PORT=port), 0, 'rank 1 behind strangers', '1 of 2, device 1')
+    ends(first, 0, 'rank 0 behind strangers', '0 of 2, device 0', 'wrong hellos: ')
 
 
 def test_strange_clients():
@@ -327,7 +301,9 @@ def test_strange_clients():
             open_ones.enter_context(client(port, said))
         for s in [connect(port)[0] for _ in range(100)]:
             open_ones.enter_context(s)
-        all_end([*((r, rank(r, 3, MASTER_PORT=port)) for r in (2, 1)), (0, first)], 'among strangers')
+        for r, process in [(r, rank(r, 3, MASTER_PORT=port)) for r in (2, 1)]:
+            ends(process, 0, f'rank {r} among strangers', f'{r} of 3, device {r}')
+        ends(first, 0, 'rank 0 among strangers', '0 of 3, device 0', 'wrong hellos: 2, ')
 
 
 def test_short_limit():

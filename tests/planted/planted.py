@@ -29,7 +29,6 @@ import glob
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
