@@ -39,10 +39,10 @@ def distance(got, truth):
 # ---- a model's gradients ----
 
 def train_once(options, folder, text):
-    """All gradients of one step, by examples/llama: AdamW's first average with beta1 = 0 is the gradient itself."""
+    """All gradients of one step, by examples/train: AdamW's first average with beta1 = 0 is the gradient itself."""
     flags = [*common.ISA_FLAGS[options.isa], f'-DUPIPE_SOURCE_ROOT="{common.TOP}"', '-Wl,--no-as-needed', '-ljansson',
              '-lm', '-pthread']
-    path = common.compile_unit(os.path.join('..', 'examples', 'llama', 'train.c'), f'train_{options.isa}', flags)
+    path = common.compile_unit(os.path.join('..', 'examples', 'train', 'train.c'), f'train_{options.isa}', flags)
     with tempfile.TemporaryDirectory() as made:
         data = os.path.join(made, 'text')
         with open(data, 'wb') as out:

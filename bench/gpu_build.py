@@ -159,7 +159,7 @@ def plan(run, arch):
     else:
         run.report('left out: 08_nccl, as NCCL is not installed')
     if jansson():
-        made.links['train'] = [made.unit('train', 'examples/llama/train.c'), *tables, *jansson()]
+        made.links['train'] = [made.unit('train', 'examples/train/train.c'), *tables, *jansson()]
     else:
         run.report('left out: train, as jansson is not installed')
     headers = frontend(run.options)

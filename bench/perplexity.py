@@ -85,7 +85,7 @@ class Perplexity(common.Benchmark):
 
     def flags(self, parser):
         parser.add_argument('--logits', default=os.path.join(common.TOP, 'build', 'run', 'examples', 'logits'), metavar='PROGRAM',
-                            help='examples/llama/logits (the one that examples/run.sh builds)')
+                            help='examples/train/logits (the one that examples/run.sh builds)')
         common.add_list(parser, '--tokens', 'lengths', [2048, 8192, 16384])
         common.add_list(parser, '--types', 'types of RoPE', list(TYPES), list(TYPES))
 

@@ -113,7 +113,7 @@ shape() {
     comparison "checked_$1" --kv-heads "$2" --tokens 2048 --check on
     title "$1: 8,192 tokens"
     comparison "$1" --kv-heads "$2" --tokens 8192 --trace "$results/traces_$1"
-    "$python" "$top/examples/plot_memory.py" "$results/$1.json" "$results/traces_$1" "$results/memory_$1.png" ||
+    "$python" "$top/examples/compare/plot_memory.py" "$results/$1.json" "$results/traces_$1" "$results/memory_$1.png" ||
         die "the memory of $1 could not be drawn"
 }
 
@@ -142,9 +142,9 @@ training upipe
 cmp "$results/train_ulysses.losses" "$results/train_upipe.losses" ||
     die "the losses of the two methods are not the same bits"
 printf '\nthe same bits: all %d losses of the two methods\n' "$(wc -l <"$results/train_upipe.losses")"
-"$python" "$top/examples/plot_training.py" loss "$results/loss.png" "$results/train_ulysses.json" \
+"$python" "$top/examples/train/plot_training.py" loss "$results/loss.png" "$results/train_ulysses.json" \
     "$results/train_upipe.json" || die "the losses could not be drawn"
-"$python" "$top/examples/plot_training.py" memory "$results/memory_step.png" "$results/train_ulysses.json" \
+"$python" "$top/examples/train/plot_training.py" memory "$results/memory_step.png" "$results/train_ulysses.json" \
     "$results/train_upipe.json" || die "the memory of a step could not be drawn"
 
 # plan METHOD: what Llama3-8B would hold
@@ -156,7 +156,7 @@ plan() {
 
 plan ulysses
 plan upipe
-"$python" "$top/examples/plot_training.py" memory "$results/memory_llama3_8b.png" "$results/plan_ulysses.json" \
+"$python" "$top/examples/train/plot_training.py" memory "$results/memory_llama3_8b.png" "$results/plan_ulysses.json" \
     "$results/plan_upipe.json" || die "the memory of Llama3-8B could not be drawn"
 
 echo
@@ -166,7 +166,7 @@ echo "memory of a step by component: $results/memory_step.png, and of Llama3-8B:
 echo "traces for https://ui.perfetto.dev: $results/traces_16_16, traces_16_4 and trace_train_*.json"
 if [ $save_images = 1 ]; then
     mkdir -p "$top/docs/images" && cp "$results"/*.png "$top/docs/images/" || exit 1
-    "$python" "$top/examples/readme_table.py" "$results/16_16.json" "$results/16_4.json" "$top/README.md" || exit 1
+    "$python" "$top/examples/compare/readme_table.py" "$results/16_16.json" "$results/16_4.json" "$top/README.md" || exit 1
     echo "copied to $top/docs/images; README's table is of the same run"
 fi
 echo "all in $(($(date +%s) - began)) s"

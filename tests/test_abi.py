@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_abi.py LIBRARY TOP [MPIRUN] -- the C ABI (examples/abi) from Python: several ranks against attention in double precision
+"""test_abi.py LIBRARY TOP [MPIRUN] -- the C ABI (examples/bindings) from Python: several ranks against attention in double precision
 
 Gradients are compared with the formula, with options drawn at random too, and O and all gradients of every team and chunk with
 those of one rank: O and dQ have the same bits. Two layers are in flight. Ranks that are processes have the bits of those that
@@ -728,7 +728,7 @@ def left(abi, library):
 
 def main():
     library = os.path.abspath(sys.argv[1])
-    sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
+    sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'bindings', 'python'))
     import upipe_abi as abi  # pylint: disable=import-outside-toplevel
     draw = random.Random(1)
     sizes = [TOKENS * HEADS * DIM, TOKENS * KV * DIM, TOKENS * KV * DIM, TOKENS * HEADS * DIM]

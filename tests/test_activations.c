@@ -9,8 +9,8 @@
 #include "upipe/upipe.h"
 
 #define PROGRAM "test_activations"
-#include "../examples/llama/model/lora_flag.h"
-#include "../examples/llama/state/memory.h"
+#include "../examples/train/model/lora_flag.h"
+#include "../examples/train/state/memory.h"
 #include "../examples/plan/exact.h"
 #include "lib/context.h"
 #include "lib/test.h"

@@ -106,7 +106,7 @@ static DIR *fault_opendir(const char *path)
 #define pwrite          fault_pwrite
 #define pread           counted_pread
 #define opendir         fault_opendir
-#include "../examples/llama/state/checkpoint.h"
+#include "../examples/train/state/checkpoint.h"
 #undef rename
 #undef unlink
 #undef rmdir

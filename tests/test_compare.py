@@ -576,7 +576,7 @@ def test_traces(folder):
 
 def test_colours(folder):
     """The picture of a trace has a colour for every tag. What draws it is read, as it needs a library that draws."""
-    source = ast.parse(read(os.path.join(TOP, 'examples', 'plot_memory.py')))
+    source = ast.parse(read(os.path.join(TOP, 'examples', 'compare', 'plot_memory.py')))
     drawn = {ast.unparse(line.targets[0]): line.value for line in source.body if isinstance(line, ast.Assign)}
     groups, titles = (ast.literal_eval(drawn[name]) for name in ('GROUPS', 'NAMES'))
     tags = {tag for _, _, tags in groups for tag in tags}

@@ -3,7 +3,7 @@
  */
 #define _GNU_SOURCE
 #define PROGRAM "test_data"
-#include "../examples/llama/files/data.h"
+#include "../examples/train/files/data.h"
 
 #include "lib/test.h"
 

@@ -14,8 +14,8 @@
 #define PROGRAM "test_files"
 #include <sys/stat.h>
 
-#include "examples/llama/state/adapter.h"
-#include "examples/llama/state/checkpoint.h"
+#include "examples/train/state/adapter.h"
+#include "examples/train/state/checkpoint.h"
 
 #include "lib/cases.h"
 

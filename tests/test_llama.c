@@ -10,8 +10,8 @@
 #include "upipe/upipe.h"
 
 #include "../examples/common/rules.h"
-#include "../examples/llama/state/memory.h"
-#include "../examples/llama/files/config_file.h"
+#include "../examples/train/state/memory.h"
+#include "../examples/train/files/config_file.h"
 #include "lib/context.h"
 #include "lib/test.h"
 #include "lib/tolerance.h"

@@ -12,7 +12,7 @@
 #include "lib/cases.h"
 #include "lib/page.h"
 
-#include "examples/llama/files/config_write.h"
+#include "examples/train/files/config_write.h"
 #include "examples/plan/preset.h"
 
 #define COMMAND "build/gcc/tests/test_models tests/cases/published.json > docs/models.md"
@@ -180,7 +180,7 @@ static void print_page(FILE *f)
     fputs(
         "# Models\n\n"
         "Which models `train --load` and `logits --load` read, and `--save` writes again, from the table in\n"
-        "[families.h](../examples/llama/model/families.h). A new family is a row there;\n"
+        "[families.h](../examples/train/model/families.h). A new family is a row there;\n"
         "`test_models tests/cases/published.json > docs/models.md` prints this page. [checkpoints.md](checkpoints.md) says\n"
         "how a folder is read and what is refused.\n\n"
         "A layer is that of a Llama: RMS norm, attention with RoPE, RMS norm, an MLP with SiLU and a gate. The families\n"

@@ -37,7 +37,7 @@ ELSEWHERE = {
     r'\btorchrun\b|08_nccl': 'needs a launcher or GPUs; test_world.py sets what the launcher sets',
     r'--hostfile': 'needs a cluster; test_world.py runs the loop',
     r'mpirun\.mpich': 'needs a program made with that MPI; the build mpich has the suite net',
-    r'^pip install|examples/tokenize\.py': 'needs downloads; test_documents.py has a tokenizer',
+    r'^pip install|examples/train/tokenize\.py': 'needs downloads; test_documents.py has a tokenizer',
     r'/dev/shm/vader_segment': 'removes what programs have left that run beside the test',
 }
 # What a command has -> whether the machine has what it needs.

@@ -12,7 +12,7 @@
 #endif
 #include "../upipe/net/upipe_net_threads_session.h"
 #include "../upipe/cpu/upipe_cpu.h"
-#include "../examples/ports/port.h"
+#include "../examples/ports/cpp/port.h"
 
 extern "C" {
 #include "lib/test.h"

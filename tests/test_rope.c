@@ -4,7 +4,7 @@
  */
 #include "lib/test.h"
 
-#include "examples/llama/model/rope.h"
+#include "examples/train/model/rope.h"
 
 enum { PAIRS = 8 };
 

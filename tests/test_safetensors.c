@@ -12,7 +12,7 @@ static ssize_t half_pwrite(int fd, const void *data, size_t n, off_t at)
 }
 
 #define pwrite half_pwrite
-#include "../examples/llama/files/safetensors_write.h"
+#include "../examples/train/files/safetensors_write.h"
 #undef pwrite
 
 #include <signal.h>

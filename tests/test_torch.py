@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_torch.py LIBRARY TOP [LIBRARY_MPI MPIRUN] -- examples/abi/upipe_torch.py against PyTorch's own attention in double precision
+"""test_torch.py LIBRARY TOP [LIBRARY_MPI MPIRUN] -- examples/bindings/python/upipe_torch.py against PyTorch's own attention in double precision
 
 O and the gradients of Q, K, V on one to four ranks, and with options drawn at random; a network of two layers with fused
 projections, whose gradients of weights are summed over the ranks; layers under torch.utils.checkpoint; bf16, packed sequences,
@@ -36,7 +36,7 @@ except ImportError:
 from torch.utils.checkpoint import checkpoint  # pylint: disable=wrong-import-position
 
 LIBRARY = os.path.abspath(sys.argv[1])
-sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
+sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'bindings', 'python'))
 from upipe_abi import Attention, Error  # pylint: disable=wrong-import-position
 import upipe_team  # pylint: disable=wrong-import-position
 import upipe_torch  # pylint: disable=wrong-import-position

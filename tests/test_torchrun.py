@@ -33,7 +33,7 @@ except ImportError:
     sys.exit(77)
 
 LIBRARY = os.path.abspath(sys.argv[1])
-sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'abi'))
+sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'bindings', 'python'))
 from upipe_team import PROOF, Door, Team, read_secret, team_from_env  # pylint: disable=wrong-import-position
 from upipe_transformers import mixers, register, shard  # pylint: disable=wrong-import-position
 

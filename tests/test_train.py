@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_train.py TRAIN LOGITS -- the program examples/llama/train, and logits beside it, from the outside
+"""test_train.py TRAIN LOGITS -- the program examples/train, and logits beside it, from the outside
 
 UPipe and Ulysses must give the same bits and all methods the same losses, numbers must add up, a training that was
 stopped anywhere must go on as if it had not been, and bad input must end in a sentence, a non-zero status and the files

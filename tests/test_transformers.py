@@ -300,7 +300,7 @@ def mix(z):
 
 
 def order(n, seed, epoch):
-    """Fisher-Yates over splitmix64, as examples/llama/files/data.h has it."""
+    """Fisher-Yates over splitmix64, as examples/train/files/data.h has it."""
     at, state = list(range(n)), mix(mix(seed + 0x9e3779b97f4a7c15 & 2**64 - 1) ^ epoch)
     for i in range(n - 1, 0, -1):
         state = state + 0x9e3779b97f4a7c15 & 2**64 - 1

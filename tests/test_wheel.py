@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_wheel.py TOP -- the wheel of examples/abi: pip builds it, and attention runs from what is in it alone
+"""test_wheel.py TOP -- the wheel of examples/bindings/python: pip builds it, and attention runs from what is in it alone
 
 Where pip cannot fetch meson-python the test is left out (status 77). The kernels are those that compile fastest.
 """
@@ -31,13 +31,13 @@ def main():
             print('left out: meson-python, which pip cannot fetch')
             return 77
         done = run_command([*pip, 'wheel', '--no-deps', '--config-settings=setup-args=-Dbuildtype=plain', '-w', folder,
-                            os.path.join(sys.argv[1], 'examples', 'abi')], variables={'CFLAGS': '-O0 -DUPIPE_CPU_SCALAR'})
+                            os.path.join(sys.argv[1], 'examples', 'bindings', 'python')], variables={'CFLAGS': '-O0 -DUPIPE_CPU_SCALAR'})
         needed(done.returncode == 0, f'no wheel: {done.stdout}{done.stderr}')
         wheel = [name for name in os.listdir(folder) if name.startswith('upipe-') and name.endswith('.whl')]
         equal(len(wheel), 1, f'wheels in {os.listdir(folder)}')
         with zipfile.ZipFile(os.path.join(folder, wheel[0])) as packed:
             packed.extractall(os.path.join(folder, 'site'))
-        modules = [name for name in os.listdir(os.path.join(sys.argv[1], 'examples', 'abi')) if name.endswith('.py')]
+        modules = [name for name in os.listdir(os.path.join(sys.argv[1], 'examples', 'bindings', 'python')) if name.endswith('.py')]
         inside = os.listdir(os.path.join(folder, 'site'))
         check(set(modules) <= set(inside), f'the wheel has {sorted(inside)}, the folder {sorted(modules)}')
         done = run_command([sys.executable, '-c', RUN, 'site'], cwd=folder, variables={'PYTHONPATH': 'site'})

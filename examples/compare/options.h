@@ -17,7 +17,7 @@
 #include "../common/methods.h"
 #include "../common/world.h"
 #include "../common/random.h"
-#include "../llama/run/rope_flags.h"
+#include "../train/run/rope_flags.h"
 
 enum { CHECK_AUTO_TOKENS = 2048, CU_SEQLENS_MAX = 65536 };
 

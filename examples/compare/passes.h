@@ -13,7 +13,7 @@
 
 #include "../common/side_stream.h"
 #include "../common/world.h"
-#include "../llama/model/rope.h"
+#include "../train/model/rope.h"
 #include "inputs.h"
 #include "parts.h"
 

@@ -1,12 +1,12 @@
 /* estimate.h -- what a plan comes to: bytes of the largest rank and the fullest node, and an estimate of the time
  *
- * Filled by exact.h, from the trainer's own code, and by ../torchtitan/titan.h, from the paper's setting. Bytes and FLOPs
+ * Filled by exact.h, from the trainer's own code, and by titan.h, from the paper's setting. Bytes and FLOPs
  * are counted; seconds are an estimate, as good as the rates of the machine file.
  */
 #ifndef PLAN_ESTIMATE_H
 #define PLAN_ESTIMATE_H
 
-#include "../llama/model/setting.h"
+#include "../train/model/setting.h"
 #include "machine.h"
 
 enum { ESTIMATE_PARTS = 24, ESTIMATE_WHY = 256 };

@@ -7,7 +7,7 @@
 #ifndef PLAN_EXACT_H
 #define PLAN_EXACT_H
 
-#include "../llama/state/memory.h"
+#include "../train/state/memory.h"
 #include "packed.h"
 
 /* Bytes by the plan of the largest rank. */

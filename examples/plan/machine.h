@@ -12,7 +12,7 @@
 
 #include "../common/cli.h"
 #include "../common/json.h"
-#include "../llama/files/config_file.h"
+#include "../train/files/config_file.h"
 #include "upipe/net/upipe_net_threads.h"
 
 /* machine_rate -- FLOP/s, bytes/s and seconds of one rank; but for UPDATE

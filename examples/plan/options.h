@@ -7,7 +7,7 @@
 #include "estimate.h"
 #include "packed.h"
 #include "preset.h"
-#include "../torchtitan/titan.h"
+#include "titan.h"
 
 static const char usage_text[] =
     "usage: upipe-plan --model NAME --tokens N [flags]\n"

@@ -8,7 +8,7 @@
 #define PLAN_PACKED_H
 
 #include "../common/random.h"
-#include "../llama/files/whole_file.h"
+#include "../train/files/whole_file.h"
 #include "estimate.h"
 
 enum { PACKED_SIGMA_MAX = 8, PACKED_FILE_MAX = 1 << 28, PACKED_MAX = 1 << 17, PACKED_WALK_MAX = 1 << 26 };

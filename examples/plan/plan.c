@@ -4,12 +4,12 @@
  *
  * Where to read: exact.h (bytes of this library's trainer, by a dry run), estimate.h (time, and the verdict), machine.h
  * (rates, with their origins), planner.h (advice, longest sequence), search.h (all settings), best.h, longest.h,
- * calibrate.h (rates of this machine); ../torchtitan/titan.h (what the paper's setting holds).
+ * calibrate.h (rates of this machine); titan.h (what the paper's setting holds).
  */
 #define PROGRAM "upipe-plan"
 
 #include "../common/files.h"
-#include "../llama/model/lora_flag.h"
+#include "../train/model/lora_flag.h"
 #include "best.h"
 #include "calibrate.h"
 #include "longest.h"

@@ -9,7 +9,7 @@
 #define PLAN_PLANNER_H
 
 #include "exact.h"
-#include "../torchtitan/titan.h"
+#include "titan.h"
 
 /* planner_watch -- a plan that takes long says so on stderr
  *   settings   estimated so far, since `begun`

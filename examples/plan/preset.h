@@ -9,7 +9,7 @@
 #ifndef PLAN_PRESET_H
 #define PLAN_PRESET_H
 
-#include "../llama/files/config_file.h"
+#include "../train/files/config_file.h"
 #include "machine.h"
 
 enum { PRESET_NOTE = 320 };

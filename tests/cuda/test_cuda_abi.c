@@ -1,11 +1,11 @@
-/* test_cuda_abi.c -- the C ABI (examples/abi) for CUDA: device pointers and streams, over NCCL and as threads, on the fake device
+/* test_cuda_abi.c -- the C ABI (examples/bindings) for CUDA: device pointers and streams, over NCCL and as threads, on the fake device
  *
  * Each rank has tensors in which Q, K and V lie together, on its device. Results are held to the truth, and other orders of the
  * streams must give the same bits. Then calls of CUDA and NCCL fail, one a run, and nothing may be left behind.
  */
 #include "fake/fake_pool.h"
 
-#include "../../examples/abi/upipe_abi.c"
+#include "../../examples/bindings/c/upipe_abi.c"
 
 #include "../lib/close.h"
 

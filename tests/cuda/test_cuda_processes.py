@@ -46,7 +46,7 @@ def test_abi(_):
 
 def abi_rank(rank):
     """Of teams made from an id: tensors on this rank's device, held to attention in f64."""
-    sys.path.insert(0, os.path.join(TOP, 'examples', 'abi'))
+    sys.path.insert(0, os.path.join(TOP, 'examples', 'bindings', 'python'))
     import upipe_abi as abi  # pylint: disable=import-outside-toplevel
     cuda, cards = ctypes.CDLL(LIBRARY), random.Random(5)
     layer = [[cards.uniform(-1, 1) for _ in range(TOKENS * heads * DIM)] for heads in (HEADS, KV, KV, HEADS)]

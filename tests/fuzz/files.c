@@ -17,10 +17,10 @@
 #define FUZZ_PARTS 1 /* files of all kinds */
 #include "fuzz.h"
 
-#include "examples/llama/files/data.h"
-#include "examples/llama/model/lora_flag.h"
-#include "examples/llama/state/adapter.h"
-#include "examples/llama/state/checkpoint.h"
+#include "examples/train/files/data.h"
+#include "examples/train/model/lora_flag.h"
+#include "examples/train/state/adapter.h"
+#include "examples/train/state/checkpoint.h"
 
 enum { DATA = 64 };
 

@@ -3,8 +3,8 @@
 #define PROGRAM "train"
 #include "fuzz.h"
 
-#include "examples/llama/model/setting.h"
-#include "examples/llama/run/options.h"
+#include "examples/train/model/setting.h"
+#include "examples/train/run/options.h"
 
 #include "flags.h"
 

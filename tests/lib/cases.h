@@ -2,8 +2,8 @@
 #ifndef TESTS_CASES_H
 #define TESTS_CASES_H
 
-#include "examples/llama/files/json_load.h"
-#include "examples/llama/files/whole_file.h"
+#include "examples/train/files/json_load.h"
+#include "examples/train/files/whole_file.h"
 
 #include "test.h"
 

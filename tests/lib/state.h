@@ -13,7 +13,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include "examples/llama/state/checkpoint.h"
+#include "examples/train/state/checkpoint.h"
 #include "upipe/cpu/upipe_cpu.h"
 
 #include "test.h"

@@ -9,7 +9,7 @@
 
 #ifdef UPIPE_WITH_MPI
 
-#include "../common/part_mpi.h"
+#include "../../common/part_mpi.h"
 
 static void abi_team_mpi_end(abi_team *t)
 {

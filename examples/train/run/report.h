@@ -171,7 +171,7 @@ static report_driver report_given(const run *u)
     return given;
 }
 
-/* The prompt and the sample as numbers: examples/tokenize.py --decode makes a text of the line. */
+/* The prompt and the sample as numbers: examples/train/tokenize.py --decode makes a text of the line. */
 static void report_ids(const run *u)
 {
     int64_t i;

@@ -7,10 +7,10 @@
  * UPipe trade heads within a node and make rings of nodes (8-ulysses-2-ring on 16 GPUs); FPDT trades heads over all ranks;
  * Ring and Native are rings of all.
  */
-#ifndef TORCHTITAN_TITAN_H
-#define TORCHTITAN_TITAN_H
+#ifndef PLAN_TITAN_H
+#define PLAN_TITAN_H
 
-#include "../plan/estimate.h"
+#include "estimate.h"
 
 enum { TITAN_NATIVE, TITAN_RING, TITAN_ULYSSES, TITAN_FPDT, TITAN_UPIPE, TITANS };
 

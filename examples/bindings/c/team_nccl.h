@@ -10,7 +10,7 @@
 
 #ifdef UPIPE_WITH_NCCL
 
-#include "../common/part_nccl.h"
+#include "../../common/part_nccl.h"
 
 _Static_assert((int)UPIPE_ABI_NCCL_ID_BYTES == (int)sizeof(ncclUniqueId), "as long as NCCL's id");
 

@@ -2,8 +2,8 @@
 """tokenize.py --tokenizer tokenizer.json --out PREFIX FILE... -- texts as token ids, for train --tokens-file PREFIX.bin
 
     pip install tokenizers
-    python3 examples/tokenize.py --tokenizer SmolLM2-135M --end-token '<|endoftext|>' --out fineweb part*.jsonl
-    train --load SmolLM2-135M --tokens-file fineweb.bin ... | python3 examples/tokenize.py --tokenizer SmolLM2-135M --decode
+    python3 examples/train/tokenize.py --tokenizer SmolLM2-135M --end-token '<|endoftext|>' --out fineweb part*.jsonl
+    train --load SmolLM2-135M --tokens-file fineweb.bin ... | python3 examples/train/tokenize.py --tokenizer SmolLM2-135M --decode
 
 Writes PREFIX.bin and PREFIX.idx, as Megatron has them: u16, or i32 where the vocabulary is larger. A document is a line of a
 .jsonl (its field "text", or --field), a row of a .parquet (that column; needs pyarrow), or another file as a whole. With
