@@ -205,7 +205,7 @@ static const kind kinds[] = {{"config.json", "config.json", config_case, config_
                              {"adapter_config.json", LLAMA_ADAPTER_CONFIG, adapter_case, adapter_said},
                              {"published.json", "config.json", config_case, config_said},
                              {"run.json", "optimizer.safetensors", run_case, run_said},
-                             {"tensors.json", "file.safetensors", tensors_case, tensors_said}};
+                             {"safetensors.json", "file.safetensors", tensors_case, tensors_said}};
 
 /* What was read is what the outcome says, and what is usual for the rest. */
 static void check_read(const kind *k, const json_t *usual, const json_t *outcome, const char *text)

@@ -1,5 +1,5 @@
-/* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, failures on
- * every rank */
+/* test_layer -- the attention block on thread ranks: against f64, the same bits over C and U, every allocation that
+ * fails, failures on every rank */
 #include "lib/block_checks.h"
 #include "lib/reads_o.h"
 

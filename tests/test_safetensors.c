@@ -1,6 +1,6 @@
 /* test_safetensors.c -- the reader and the writer of safetensors: round trips, and files that are broken
  *
- * Headers, good and bad, are cases of test_files; fuzz/files.c has random damage.
+ * Headers, good and bad, are cases/safetensors.json, which test_files reads; fuzz/files.c has random damage.
  */
 #define _POSIX_C_SOURCE 200809L
 #include <unistd.h>

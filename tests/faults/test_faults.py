@@ -14,6 +14,8 @@ there is no launcher that ends ranks: one that fails before it has met the other
 
 UPIPE_FAULT_SECONDS is the time for it (0), over TCP and MPI a tenth; each kind in each scene has at least FEW tries, however
 long they take. Which ones, over TCP and MPI, and which are the others, is a matter of UPIPE_SEED.
+
+Allocations of a block that fail are test_layer.c's; calls of CUDA, cuda/test_cuda_faults.c's.
 """
 
 import copy
