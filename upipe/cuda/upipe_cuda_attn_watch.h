@@ -58,7 +58,7 @@ UPI_DEVICE void upi_cuda_attn_watch(void *watch, int block, uint32_t barriers)
     while (!__any_sync(0xffffffffu, upi_mbarrier_wait_for(barriers + 8 * BARRIERS, 0, UPI_WATCH_LOOK))) {
         const uint32_t now = upi_clock(), before = seen;
         uint32_t since = now - last;
-        /* the phase's parity, not the word in memory, which need not follow the barrier: docs/results_gpu.md */
+        /* the phase's parity, not the word in memory, which need not follow the barrier: docs/kernels.md */
         if (lane < BARRIERS) seen = upi_mbarrier_parity(barriers + 8 * lane);
         if (since > UPI_WATCH_LOOK_MOST) since = UPI_WATCH_LOOK_MOST;
         still = __any_sync(0xffffffffu, seen != before) ? 0 : still + since;
