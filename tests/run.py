@@ -137,7 +137,8 @@ def parts():
         # What users compile: all optimizations, and another compiler. What computes: the others' checks are of words and
         # files, which do not depend on the compiler.
         Part('gcc-O3', [], full='layer ring fpdt llama checkpoint loading',
-             builds=['examples/train', 'examples/logits', 'examples/compare', 'examples/upipe-plan']),
+             builds=['examples/train', 'examples/logits', 'examples/compare', 'examples/upipe-plan',
+                     'examples/libupipe_abi.so.0']),
         Part('clang', avx2, full='kernels ring fpdt checkpoint loading train', compiler='clang',
              needs=(lambda: has('clang'), 'clang is missing')),
         # clang's sanitizers see more: offsets from NULL, and inputs that nobody thought of. Without kernels, which take

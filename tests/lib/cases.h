@@ -13,7 +13,7 @@ static json_t *cases_load(const char *path)
     char why[JSON_LOAD_WHY];
     upipe_err err = {{0}, UPIPE_OK};
     json_t *root = NULL;
-    size_t bytes;
+    size_t bytes = 0;
     char *text = llama_file(path, (size_t)1 << 20, &bytes, &err);
     if (CHECK_SAY(text != NULL, "%s", err.text)) {
         root = json_load(text, bytes, why);

@@ -93,7 +93,7 @@ static upipe_status abi_team_sockets(abi_team *t, const abi_given *given, upipe_
     const int in_team = t->grid.in_team, in_ring = t->grid.in_ring;
     int fds[2][2][UPIPE_TCP_MAX], all[ABI_SOCKETS], sockets = 0, which, i;
     const int groups = in_ring > 1 ? 2 : 1;
-    upipe_grid_part part[2];
+    upipe_grid_part part[2] = {{0}};
     if (headers == NULL || data == NULL) return upipe_fail(e, UPIPE_ERR_ARG, "the sockets are NULL");
     UPIPE_TRY(abi_compute_by_host(e));
     if (in_team > UPIPE_TCP_MAX || in_ring > UPIPE_TCP_MAX)

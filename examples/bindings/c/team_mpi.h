@@ -27,7 +27,7 @@ static void abi_team_mpi_end(abi_team *t)
 static upipe_status abi_team_mpi(abi_team *t, const abi_given *given, upipe_err *e)
 {
     int running = 0, ended = 0, rank = 0, ranks = 0, i;
-    upipe_grid_part part[2];
+    upipe_grid_part part[2] = {{0}};
     MPI_Comm of;
     part_mpi *m;
     MPI_Initialized(&running);

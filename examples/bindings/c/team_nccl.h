@@ -44,7 +44,7 @@ static upipe_status abi_team_nccl_split(abi_team *t, const upipe_grid_part *part
 static upipe_status abi_team_nccl_by(abi_team *t, const abi_given *given, upipe_err *e)
 {
     const upipe_grid_part whole = {0, 1, t->grid.ranks, given->rank};
-    upipe_grid_part part[2];
+    upipe_grid_part part[2] = {{0}};
     ncclUniqueId id;
     part_nccl *n;
     UPIPE_TRY(abi_team_one(t, given->rank, part, e));

@@ -481,7 +481,7 @@ static inline upipe_status llama_load_optimizer(upipe_ctx *c, const char *path, 
                                                 llama_run *run)
 {
     char file[LLAMA_PATH];
-    upipe_dtype dtype;
+    upipe_dtype dtype = UPIPE_F32; /* gcc does not see that it is set where it is read */
     st_file f;
     void *host = malloc(LLAMA_CHUNK);
     int bad = host == NULL
