@@ -11,7 +11,6 @@ left out (status 77), and operators before 2.4.
 import copy
 import os
 import random
-import socket
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from unittest import mock
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
 from checks import check, draws, end, equal, other_python, run_test  # pylint: disable=wrong-import-position
-from launch import Mpi, run_ranks  # pylint: disable=wrong-import-position
+from launch import Mpi, free_port, run_ranks  # pylint: disable=wrong-import-position
 
 try:
     import torch
@@ -399,9 +398,7 @@ def test_mpi(library, mpirun):
         refused('MASTER_ADDR and MASTER_PORT are not set', lambda: upipe_team.team_from_env(library))
     with mock.patch('upipe_team.can', lambda library, name: name == 'cuda'):
         refused('CUDA devices and has no NCCL', lambda: upipe_team.team_from_env(LIBRARY))
-    with socket.create_server(('localhost', 0)) as free:
-        port = free.getsockname()[1]
-    statuses, outs, errs, _ = run_ranks(Mpi(mpirun, MASTER_ADDR='localhost', MASTER_PORT=port), 2,
+    statuses, outs, errs, _ = run_ranks(Mpi(mpirun, MASTER_ADDR='localhost', MASTER_PORT=free_port()), 2,
                                         [sys.executable, os.path.abspath(__file__), library, sys.argv[2], 'rank'], 60)
     check(statuses == [0] and all(' 0 failed' in text for text in outs), f'{statuses}: {outs}{errs}')
 

@@ -17,7 +17,7 @@ import tempfile
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
 from hybrid import CONFIG, random_tensors  # pylint: disable=wrong-import-position
-from launch import run_fake  # pylint: disable=wrong-import-position
+from launch import free_port, run_fake  # pylint: disable=wrong-import-position
 from programs import BOOK, METHODS, TOP, npy, packed, write_model  # pylint: disable=wrong-import-position
 
 FOLDER = os.path.abspath(sys.argv[1])
@@ -66,7 +66,7 @@ def numbers(name, *args, **fake):
 def test_examples(_):
     ends(0, 'token 0 looks at 0', '09_cuda')
     # processes over NCCL
-    alone = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29400'}
+    alone = {'RANK': '0', 'WORLD_SIZE': '1', 'LOCAL_RANK': '0', 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': str(free_port())}
     done = ends(0, 'over nccl', '08_nccl', **alone)
     check('the same bits as' in done.stdout, f'08_nccl: {done.stdout}')
     for hosts in 'aa', 'aba':
@@ -343,12 +343,13 @@ def test_world_alone(_):
         return
     flags = [*MODEL[:MODEL.index('--ranks')], '--device', 'cuda', '--transport', 'nccl', '--steps', '1', '--sample', '0',
              '--deadline', '0.5']
-    port = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': '29434'}
+    number = free_port()
+    port = {'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': number}
     for words, status, sentence, launched in (
             (flags, 0, '', {}),
             ([word if word != 'cuda' else 'cpu' for word in flags], 2, 'needs --device cuda', {}),
             ([*flags, '--ranks', '2'], 2, 'the launcher has started 1 processes', {}),
-            (flags, 1, '1 of 2 ranks have come to 127.0.0.1 port 29434 within 0.5 s', {'RANK': 0, 'WORLD_SIZE': 2}),
+            (flags, 1, f'1 of 2 ranks have come to 127.0.0.1 port {number} within 0.5 s', {'RANK': 0, 'WORLD_SIZE': 2}),
             (flags, 1, 'rank 1 has not met rank 0', {'RANK': 1, 'WORLD_SIZE': 2}),
             (flags, 1, 'WORLD_SIZE is 2, but RANK is not set', {'WORLD_SIZE': 2}),
             (flags, 1, 'process 16 of this machine, which has 16 devices', {'LOCAL_RANK': 16}),

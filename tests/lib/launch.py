@@ -8,6 +8,7 @@ A launcher is Tcp, Nccl or Mpi here, or has its ranks on two machines (sides.py)
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -26,12 +27,21 @@ PROGRAM = 'exec "$0" "$@"'  # for a shell
 
 
 def free_port():
-    """At every address, as rank 0 binds it. It may be bound again: a process that another thread starts has this socket too,
-    until it runs its program."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        s.bind(('', 0))
-        return s.getsockname()[1]
+    """At every address, as rank 0 binds it, and none of those from which the system chooses for who asks for any: such a one
+    may be somebody's before rank 0 binds it. It may be bound again: a process that another thread starts has this socket
+    too, until it runs its program."""
+    with open('/proc/sys/net/ipv4/ip_local_port_range', encoding='utf-8') as file:
+        first, last = map(int, file.read().split())
+    ports = [*range(10240, first), *range(last + 1, 1 << 16)] or range(first, last + 1)
+    while True:
+        port = random.SystemRandom().choice(ports)
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                s.bind(('', port))
+                return port
+            except OSError:
+                continue
 
 
 def alive(pid):
