@@ -269,11 +269,6 @@ def compile_library(source, isa, flags=(), libraries=()):
     return ctypes.CDLL(target)
 
 
-def compile_program(source, isa, flags=()):
-    """The C file as a program for these instructions: its path."""
-    return compile_unit(source, f'{os.path.splitext(source)[0]}_{isa}', [*ISA_FLAGS[isa], *flags, '-lm', '-pthread'])
-
-
 def declare(library, *entries):
     """Types of a library's functions: (name, result, types of the arguments)."""
     for name, result, types in entries:

@@ -232,6 +232,8 @@ static const run_place cuda_place = {.begin = cuda_begin,
                                      .memory = cuda_memory,
                                      .enter = cuda_enter,
                                      .leave = cuda_leave,
+                                     .world = run_host_world,
+                                     .run = run_host_run,
                                      .close = cuda_close};
 
 /* As run_block. */

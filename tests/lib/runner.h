@@ -35,6 +35,8 @@ typedef struct run_place {
     /* in the rank's thread: its team, ring and streams */
     void (*enter)(run_state *s, run_own *own, upipe_ctx *c);
     void (*leave)(run_state *s, run_own *own, upipe_ctx *c);
+    upipe_comm *(*world)(run_state *s, int rank); /* of all ranks */
+    upipe_status (*run)(run_state *s);            /* run_body on each, whose statuses it leaves; the worst */
     void (*close)(run_state *s, upipe_status status);
 } run_place;
 
@@ -418,7 +420,7 @@ static inline void run_check(const upipe_ctx *c, run_own *own, int projected)
 /* Every rank of the world has tokens of its own. */
 static inline upipe_status run_sums(upipe_ctx *c, run_state *s, const run_own *own)
 {
-    upipe_comm *world = c->ring != NULL ? upipe_threads_comm(&s->grid.world, own->rank) : c->team;
+    upipe_comm *world = c->ring != NULL ? s->place->world(s, own->rank) : c->team;
     float *const result[] = {BLOCK_WEIGHTS(RUN_RESULT)};
     for (int j = 0; j < RUN_GRADS; ++j) {
         const int64_t n = block_count(&s->test->shape, run_grads[j]);
@@ -519,6 +521,16 @@ static inline void run_host_leave(run_state *s, run_own *own, upipe_ctx *c)
     if (s->test->overlap) side_end(&own->side);
 }
 
+static inline upipe_comm *run_host_world(run_state *s, int rank)
+{
+    return upipe_threads_comm(&s->grid.world, rank);
+}
+
+static inline upipe_status run_host_run(run_state *s)
+{
+    return upipe_threads_run(&s->grid.world, run_body, s, s->r->statuses, NULL);
+}
+
 static inline void run_host_close(run_state *s, upipe_status status)
 {
     (void)s, (void)status;
@@ -529,6 +541,8 @@ static const run_place run_host = {.begin = run_host_begin,
                                    .memory = run_host_memory,
                                    .enter = run_host_enter,
                                    .leave = run_host_leave,
+                                   .world = run_host_world,
+                                   .run = run_host_run,
                                    .close = run_host_close};
 
 /* ---- before the ranks run ---- */
@@ -759,7 +773,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     if (status == UPIPE_OK) {
         s->place->open(s);
         for (int i = 0; test->differ != NULL && i < s->ranks; ++i) test->differ(test->odd, &s->own[i], NULL);
-        status = upipe_threads_run(&s->grid.world, run_body, s, r->statuses, NULL);
+        status = s->place->run(s);
         for (int i = 0; i < s->ranks; ++i) moved += s->own[i].moved;
         if (status == UPIPE_OK) CHECK_INT(moved, sent);
         for (int i = 0; !test->expect_failure && i < s->ranks; ++i)

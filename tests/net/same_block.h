@@ -9,61 +9,52 @@
 
 #include "conformance.h"
 
-#include "../lib/grid.h"
-
-/* The runner's ranks, over this transport where it is set. */
-static const transport *over;
-static int over_rings;
-
-static upipe_comm *world_comm(upipe_threads *world, int rank)
-{
-    return over != NULL ? part_comm(WORLD, rank) : upipe_threads_comm(world, rank);
-}
-
-static void grid_use(upipe_threads_grid *g, int rank, upipe_ctx *c)
-{
-    upipe_threads_grid_use(g, rank, c);
-    if (over == NULL) return;
-    c->team = part_comm(TEAM, rank);
-    c->ring = over_rings > 1 ? part_comm(RING, rank) : NULL;
-}
-
-static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
-                              upipe_status *statuses, upipe_err *e);
-#define upipe_threads_comm     world_comm
-#define upipe_threads_run      world_run
-#define upipe_threads_grid_use grid_use
 #include "../lib/runner.h"
-#undef upipe_threads_comm
-#undef upipe_threads_run
-#undef upipe_threads_grid_use
 
-typedef struct over_run {
-    upipe_status (*body)(void *user, int rank);
-    void *user;
-    upipe_status *statuses, worst;
-} over_run;
+/* The transport of the place below. */
+static const transport *over;
+
+static void over_enter(run_state *s, run_own *own, upipe_ctx *c)
+{
+    c->ops = &own->ops;
+    c->team = part_comm(TEAM, own->rank);
+    c->ring = s->grid.grid.in_ring > 1 ? part_comm(RING, own->rank) : NULL;
+    if (s->test->overlap) side_begin(c, &own->side, s->test->side_stream_inline);
+}
+
+static upipe_comm *over_world(run_state *s, int rank)
+{
+    (void)s;
+    return part_comm(WORLD, rank);
+}
 
 static upipe_status over_main(void *user, int rank)
 {
-    over_run *o = (over_run *)user;
-    o->statuses[rank] = o->body(o->user, rank);
+    run_state *s = (run_state *)user;
+    s->r->statuses[rank] = run_body(s, rank);
     return UPIPE_OK;
 }
 
-static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *user, int rank), void *user,
-                              upipe_status *statuses, upipe_err *e)
+static upipe_status over_run(run_state *s)
 {
-    over_run o = {body, user, statuses, UPIPE_OK};
-    if (over == NULL) return upipe_threads_run(world, body, user, statuses, e);
-    for (int r = 0; r < world->ranks; ++r) statuses[r] = UPIPE_OK;
-    over->each(world->ranks, over_main, &o);
-    for (int r = 0; r < world->ranks; ++r) {
-        if (over->merge != NULL) over->merge(&((run_state *)user)->own[r].moved, sizeof(int64_t));
-        if (o.worst == UPIPE_OK) o.worst = statuses[r];
+    upipe_status worst = UPIPE_OK;
+    for (int r = 0; r < s->ranks; ++r) s->r->statuses[r] = UPIPE_OK; /* of ranks that are other processes */
+    over->each(s->ranks, over_main, s);
+    for (int r = 0; r < s->ranks; ++r) {
+        if (over->merge != NULL) over->merge(&s->own[r].moved, sizeof(int64_t));
+        if (worst == UPIPE_OK) worst = s->r->statuses[r];
     }
-    return o.worst;
+    return worst;
 }
+
+static const run_place run_over = {.begin = run_host_begin,
+                                   .open = run_host_open,
+                                   .memory = run_host_memory,
+                                   .enter = over_enter,
+                                   .leave = run_host_leave,
+                                   .world = over_world,
+                                   .run = over_run,
+                                   .close = run_host_close};
 
 /* Each rank has filled in its own part of zeros. */
 #define MERGE(tensor)                                  \
@@ -73,6 +64,7 @@ static upipe_status world_run(upipe_threads *world, upipe_status (*body)(void *u
 static void same_block(const transport *way, const run_case *t)
 {
     const int rings = t->ring > 0 ? t->ring : 1;
+    run_case there = *t;
     run_result threads, got;
     f32_block in;
     block_inputs(&t->shape, 42, &in);
@@ -80,10 +72,9 @@ static void same_block(const transport *way, const run_case *t)
     check_block(&t->shape, &in, &threads.out);
     parts_open(way, t->ranks, rings);
     over = way;
-    over_rings = rings;
-    CHECK(run_block(t, &in, &got) == UPIPE_OK);
+    there.place = &run_over;
+    CHECK(run_block(&there, &in, &got) == UPIPE_OK);
     BLOCK_RESULTS(MERGE)
-    over = NULL;
     same_bits(&t->shape, &threads, &got, NULL);
     parts_close(NULL);
 }
