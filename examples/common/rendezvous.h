@@ -394,8 +394,8 @@ static inline int rendezvous_connect(const struct addrinfo *a, double until)
     return -1;
 }
 
-/* The data through one connection. 0: they are there; 1: *why not, though another connection may bring them; -1: none
- * will, and the sentence is out. */
+/* The data through one connection. 0: they are there; 1: *why not, though another connection may bring them, as it was if
+ * rank 0 says nothing; -1: none will, and the sentence is out. */
 static inline int rendezvous_handshake(const rendezvous_call *k, int fd, double until, const char **why)
 {
     const launch *l = k->l;
@@ -404,7 +404,6 @@ static inline int rendezvous_handshake(const rendezvous_call *k, int fd, double 
     rendezvous_peer server;
     rendezvous_hello mine;
     size_t bytes = 0;
-    *why = "no answer";
     if (rendezvous_move(fd, &server, sizeof server, 0, until) != 0) return 1;
     *why = "it is no rank 0 of this version";
     if (memcmp(server.mark, rendezvous_marks[0], sizeof server.mark) != 0) return 1;
@@ -436,7 +435,7 @@ static inline int rendezvous_handshake(const rendezvous_call *k, int fd, double 
 static inline int rendezvous_join(const rendezvous_call *k)
 {
     const launch *l = k->l;
-    const char *why = NULL, *last; /* of the last connection that the deadline has not ended */
+    const char *why = NULL, *last; /* of the last connection that says why and that the deadline has not ended */
     int error = 0;
     do { /* rank 0 may not be there yet */
         const struct addrinfo *a;
@@ -448,6 +447,7 @@ static inline int rendezvous_join(const rendezvous_call *k)
                 error = errno;
                 continue;
             }
+            last = why != NULL ? why : "no answer";
             status = rendezvous_handshake(k, fd, until, &last);
             if (status != 0 || !rendezvous_keep(k, 0, fd)) close(fd);
             if (status <= 0) return status;
