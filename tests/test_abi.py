@@ -61,16 +61,15 @@ def run(abi, library, ranks, chunk, layers, borders=(), **more):
     floats, values = (halves, of_halves) if more.get('dtype') else (globals()['floats'], list)
 
     def body(rank):
-        u.pack(rank, borders)
         first, count = u.rows(rank)
         widths = [HEADS * DIM, KV * DIM, KV * DIM, HEADS * DIM]
         mine = [[floats(t[first * w:(first + count) * w]) for t, w in zip(layer, widths)] for layer in layers]
         out = [[floats([math.nan] * len(t)) for t in (m[0], m[0], m[1], m[2])] for m in mine]
         for n, (m, r) in enumerate(zip(mine, out)):
-            u.qkv_fwd(rank, r[0], m[0], m[1], m[2], layer=n)
+            u.qkv_fwd(rank, r[0], m[0], m[1], m[2], layer=n, cu_seqlens=borders)
         for n in reversed(range(len(layers))):
             (q, k, v, dout), (o, dq, dk, dv) = mine[n], out[n]
-            u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v, layer=n)
+            u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v, layer=n, cu_seqlens=borders)
             for t, w, all_rows in zip(out[n], [HEADS * DIM, HEADS * DIM, KV * DIM, KV * DIM], results[n]):
                 all_rows[first * w:(first + count) * w] = values(t)
 
@@ -455,8 +454,7 @@ def packed_wrongly(abi, library):
     for borders, words in (([0, 2**64 + TOKENS], 'cu_seqlens holds 18446744073709551629'), ([0, 6.5, TOKENS], 'cu_seqlens holds what is no'),
                            (['0', TOKENS], 'cu_seqlens holds what is no integer')):
         u = abi.Attention(library, **SIZES)
-        u.pack(0, borders)
-        refused(abi, lambda u=u: u.qkv_fwd(0, t, t, t, t), words)
+        refused(abi, lambda u=u, borders=borders: u.qkv_fwd(0, t, t, t, t, cu_seqlens=borders), words)
         u.close()
     lib, page, none = calls(library), mmap.PAGESIZE, ctypes.c_int64 * 0
     memory = mmap.mmap(-1, 2 * page)
@@ -503,21 +501,14 @@ def asked(abi, library):
     t = floats([0.5] * 8 * 4 * 32)
     for other in [0, 8], [0, 5, 8]:
         u = abi.Attention(library, tokens=8, heads=4, head_dim=32, causal=1)
-        u.pack(0, [0, 4, 8])
-        u.qkv_fwd(0, t, t, t, t)
-        u.pack(0, other)
-        refused(abi, lambda u=u: u.qkv_bwd(0, t, t, t, t, t, t, t, t), 'of the forward')
+        u.qkv_fwd(0, t, t, t, t, cu_seqlens=[0, 4, 8])
+        refused(abi, lambda u=u, other=other: u.qkv_bwd(0, t, t, t, t, t, t, t, t, cu_seqlens=other), 'of the forward')
         u.close()
     u = abi.Attention(library, tokens=8, heads=4, head_dim=32, causal=1)
-    borders = [0, 4, 8]
-    u.pack(0, borders)
-    borders[1] = 5  # the list is the caller's again
-    u.qkv_fwd(0, t, t, t, t)
-    u.pack(0, [0, 4, 8])
-    u.qkv_bwd(0, t, t, t, t, t, t, t, t)
-    u.qkv_fwd(0, t, t, t, t, cu_seqlens=[])  # none, in place of those of pack()
-    u.pack(0, [])
-    u.qkv_bwd(0, t, t, t, t, t, t, t, t)
+    u.qkv_fwd(0, t, t, t, t, cu_seqlens=[0, 4, 8])
+    u.qkv_bwd(0, t, t, t, t, t, t, t, t, cu_seqlens=(0, 4, 8, 8))
+    u.qkv_fwd(0, t, t, t, t)  # none, in place of those of the call before
+    u.qkv_bwd(0, t, t, t, t, t, t, t, t, cu_seqlens=[])
     u.close()
     u = abi.Attention(library, tokens=8, heads=4, head_dim=32)
 
@@ -535,7 +526,7 @@ def kept_elsewhere(abi, library, layer):
     want = run(abi, library, 1, 0, [layer])[0]
     u = abi.Attention(library, tokens=TOKENS, heads=HEADS, kv_heads=KV, head_dim=DIM, causal=1)
     out = [floats([math.nan] * len(t)) for t in (q, q, k, v)]
-    saved, none = (ctypes.c_char * u.saved_bytes[0])(), floats([0.0] * len(q))
+    saved, none = (ctypes.c_char * u.saved_bytes(0))(), floats([0.0] * len(q))
     u.qkv_fwd(0, out[0], q, k, v)
     u.save(0, saved)
     u.qkv_fwd(0, none, none, none, none)
@@ -552,6 +543,94 @@ def kept_elsewhere(abi, library, layer):
     refused(abi, lambda: u.restore(0, saved), 'is before its backward')
     refused(abi, lambda: u.qkv_fwd(0, none, none, none, none), 'or again before its backward')
     u.close()
+
+
+DESCRIPTIONS = [{'tokens': 13, 'heads': 6, 'kv_heads': 3, 'head_dim': 32, 'causal': 1}, {'tokens': 5, 'heads': 3, 'head_dim': 64, 'batch': 2},
+                {'tokens': 40, 'heads': 6, 'head_dim': 32, 'dtype': 1, 'window': 7}, {'tokens': 13, 'heads': 6, 'head_dim': 32, 'chunk': 6}]
+
+
+def forward_of(u, rank, desc, layer=0):
+    """A forward with numbers of the rank's own, and all that its backward takes."""
+    size = u.rows(rank)[1] * desc.get('batch', 1) * desc['head_dim'] // (2 if desc.get('dtype') else 1)
+    q, o, k, v = (floats([math.sin(rank + 0.1 * i * n) for i in range(size * heads)]) for n, heads in
+                  enumerate([desc['heads']] * 2 + [desc.get('kv_heads', desc['heads'])] * 2, 1))
+    u.qkv_fwd(rank, o, q, k, v, layer=layer)
+    return o, q, k, v
+
+
+def backward_of(u, rank, kept, layer=0):
+    """The bytes of O and all gradients."""
+    o, q, k, v = kept
+    out = [floats([math.nan] * len(t)) for t in (q, k, v)]
+    u.qkv_bwd(rank, *out, q, o, q, k, v, layer=layer)
+    return [bytes(t) for t in (o, *out)]
+
+
+def redescribed(abi, library):
+    """One team for all descriptions, in turns: the bits of handles of their own, and a slab of the largest."""
+    for ranks in 1, 3:
+        want, most = {}, [0] * ranks
+        for n, desc in enumerate(DESCRIPTIONS):
+            u = abi.Attention(library, ranks=ranks, **desc)
+            u.run(lambda rank: want.update({(n, rank): backward_of(u, rank, forward_of(u, rank, desc))}))  # pylint: disable=cell-var-from-loop
+            most = [max(b, u.bytes(rank)) for rank, b in enumerate(most)]
+            u.close()
+        u = abi.Attention(library, ranks=ranks)
+        check([u.bytes(rank) for rank in range(ranks)] == ranks * [0], 'a team has a slab')
+
+        def body(rank):
+            waiting = []
+            for n in 0, 1, 2, 3, 0, 2, 1, 3, 3:
+                u.describe(rank, **DESCRIPTIONS[n])  # pylint: disable=cell-var-from-loop
+                kept = forward_of(u, rank, DESCRIPTIONS[n])
+                if n % 2:
+                    saved = (ctypes.c_char * u.saved_bytes(rank))()
+                    u.save(rank, saved)
+                    waiting.append((n, kept, saved))
+                else:
+                    check(backward_of(u, rank, kept) == want[n, rank], f'description {n} has other bits')  # pylint: disable=cell-var-from-loop
+            while waiting:
+                n, kept, saved = waiting.pop()
+                u.describe(rank, **DESCRIPTIONS[n])
+                u.restore(rank, saved)
+                check(backward_of(u, rank, kept) == want[n, rank], f'a backward of description {n} has other bits')  # pylint: disable=cell-var-from-loop
+
+        u.run(body)
+        check([u.bytes(rank) for rank in range(ranks)] == most, f'slabs {[u.bytes(r) for r in range(ranks)]}, not {most}')
+        u.close()
+
+
+def described_wrongly(abi, library):
+    """Each ends its handle."""
+    t, desc = floats([0.5] * 8 * 4 * 32), {'tokens': 8, 'heads': 4, 'head_dim': 32}
+    for words, what in (('rank 0 has no description yet', lambda u: u.qkv_fwd(0, t, t, t, t)),
+                        ('has no description yet', lambda u: u.restore(0, t)),
+                        ('2 ranks and a ring of 1, and the handle has 1 and 1', lambda u: u.describe(0, **desc, ranks=2)),
+                        ('dtype 2; 0 is f32', lambda u: u.describe(0, **desc, dtype=2)),
+                        ('tokens', lambda u: u.describe(0, heads=4, head_dim=32)),
+                        ('is 4294967304, which its 32 bits', lambda u: u.describe(0, **{**desc, 'heads': 2**32 + 8})),
+                        ('no such option: wndow', lambda u: u.describe(0, **desc, wndow=3))):
+        u = abi.Attention(library)
+        refused(abi, lambda u=u, what=what: what(u), words)
+        u.close()
+    refused(abi, lambda: abi.Attention(library, heads=4, head_dim=32), 'tokens')
+    u = abi.Attention(library, **desc)
+    u.qkv_fwd(0, t, t, t, t)
+    u.describe(0, **desc)  # the same
+    refused(abi, lambda: u.describe(0, **{**desc, 'tokens': 7}), 'another description before the backward of a forward')
+    u.close()
+    u, said = abi.Attention(library, ranks=2), []
+
+    def body(rank):
+        try:
+            u.describe(rank, **desc, window=rank)
+            u.qkv_fwd(rank, t, t, t, t)
+        except abi.Error as error:
+            said.append(str(error))
+
+    u.run(body)
+    u.close()
+    check(said == 2 * ['window is 0 on rank 0 and 1 on rank 1'], f'{said}')
 
 
 def masked(abi, library, layer):
@@ -736,7 +815,7 @@ def main():
     if len(sys.argv) > 3:
         return in_mpi(abi, library, layers[0])
     for test, *more in ((same_bits, layers), (mistaken,), (out_of_range, layers[0]), (misused,), (asked,), (packed_wrongly,), (drawn,),
-                        (masked, layers[0]), (kept_elsewhere, layers[0]), (same_in_processes, layers), (rings, layers[0]),
+                        (masked, layers[0]), (kept_elsewhere, layers[0]), (redescribed,), (described_wrongly,), (same_in_processes, layers), (rings, layers[0]),
                         (sbh3d, layers[0]), (misplaced,), (closed_early,), (left,)):
         run_test(test, abi, library, *more)
     return end('abi')

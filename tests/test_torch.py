@@ -190,8 +190,7 @@ def test_narrow():
         first, count = u.rows(rank)
         rows = slice(first, first + count)
         mine = [t[:, rows] for t in inputs]
-        packed = {'bf16': torch.tensor(borders, dtype=torch.int32), 'autocast': None}
-        u.pack(rank, borders)
+        packed = {'bf16': torch.tensor(borders, dtype=torch.int32), 'autocast': borders}
         for name, whole in got.items():
 
             def body(*t):
@@ -265,18 +264,13 @@ def test_refused():
 
     refused_of('q is torch.bfloat16', lambda u: attention(u, 0, q.bfloat16(), q, q))
     # the operator of a tensor without data has no call of the library
-    refused_of('k is torch.float32 on meta; the handle has torch.float32 on cpu',
-               lambda u: upipe_torch.forward(q, q.to('meta'), q, *5 * [None], u.number, 0, u.saved_bytes[0]))
-    refused_of('the handle has torch.bfloat16', lambda u: attention(u, 0, q, q, q), dtype=1)
+    refused_of('k is torch.float32 on meta; q is torch.float32, and the handle on cpu',
+               lambda u: upipe_torch.forward(q, q.to('meta'), q, *7 * [None], 10000, u.number, 0))
     refused_of('v is (1, 37, 1, 32)', lambda u: attention(u, 0, q, q, q[:, :, :1]))
     swapped = q.transpose(1, 2)  # as scaled_dot_product_attention takes it
     refused_of('q is (1, 2, 37, 32)', lambda u: attention(u, 0, swapped, swapped, swapped))
     refused_of('q is (37, 2, 32)', lambda u: attention(u, 0, q[0], q, q))
     refused_of('rank 1 of 1', lambda u: attention(u, 1, q, q, q))
-    refused_of('causal is True; the handle has False', lambda u: attention(u, 0, q, q, q, causal=True))
-    refused_of('window is 8; the handle has 16', lambda u: attention(u, 0, q, q, q, window=8))
-    refused_of('softcap is 30.0; the handle has 0.0', lambda u: attention(u, 0, q, q, q, softcap=30.0))
-    refused_of('scale is 0.2; the handle has 0.17', lambda u: attention(u, 0, q, q, q, scale=0.2))
     refused_of('cu_seqlens is torch.float32', lambda u: attention(u, 0, q, q, q, cu_seqlens=[0., 37.]))
     refused_of('torch.int64 with 2 dimensions', lambda u: attention(u, 0, q, q, q, cu_seqlens=[[0, TOKENS]]))
     for batch, borders, words in wrong_borders(TOKENS):
@@ -334,10 +328,11 @@ def test_operators():
     torch.manual_seed(4)
     tensors, borders = [torch.randn(1, TOKENS, h, DIM) for h in (4, 2, 2)], torch.tensor([0, 5, TOKENS])
     u = Attention(LIBRARY, tokens=TOKENS, heads=4, kv_heads=2, head_dim=DIM, causal=1)
-    options = (borders, True, None, None, None, u.number, 0, u.saved_bytes[0])
+    call = (borders, TOKENS, None, True, None, None, None)
+    options = (*call, upipe_torch.saved_bytes(u, 0, TOKENS, 1, 4), u.number, 0)
     torch.library.opcheck(torch.ops.upipe.attention.default, (*(t.clone().requires_grad_(True) for t in tensors), *options))
     o, saved = torch.ops.upipe.attention(*tensors, *options)
-    torch.library.opcheck(torch.ops.upipe.attention_backward.default, (o, o, *tensors, saved, borders, u.number, 0))
+    torch.library.opcheck(torch.ops.upipe.attention_backward.default, (o, o, *tensors, saved, *call, u.number, 0))
 
     def body(*t):
         return attention(u, 0, *t, causal=True, cu_seqlens=borders)
@@ -377,14 +372,15 @@ def rank_of_mpi():
     equal((type(team).__name__, team.ranks), ('MpiTeam', 2), 'the team')
     first, count = team.rows(TOKENS)
     rows = slice(first, first + count)
-    u = team.handle(tokens=TOKENS, heads=4, kv_heads=2, head_dim=DIM, causal=1)
-    got = own_gradients([t[:, rows] for t in inputs], dout[:, rows], lambda q, k, v: attention(u, team.rank, weight(q), k, v))
+    got = own_gradients([t[:, rows] for t in inputs], dout[:, rows],
+                        lambda q, k, v: team.attention(weight(q), k, v, tokens=TOKENS, causal=True))
     team.sum_gradients(weight)
     for name, ours, true in zip(('o', 'dq', 'dk', 'dv', 'dw'), [*(team.gather(t) for t in got), weight.weight.grad], [*want, summed]):
         off = (ours - true).abs().max() / true.abs().max()
         check(bool(off <= 2e-6), f'MPI, rank {team.rank}: {name} is off by {off:.3g} of the largest')
     check_sums(team)
-    refused('rank 1 asks for', lambda: team.handle(tokens=40 + team.rank, heads=4, head_dim=DIM))
+    t = torch.zeros(1, 20, 4, DIM)
+    refused('rank 1 has tokens 41', lambda: team.attention(t, t, t, tokens=40 + team.rank))
     team.close()
     return end(f'rank {team.rank}')
 

@@ -138,9 +138,11 @@ def test_refused(team):
     stretched.set_attn_implementation('upipe')
     refused('rope_type dynamic', lambda: stretched(**batch))
     test_mixing(batch)
-    refused('torch.float16 is not served', lambda: model.eval().half()(**batch))
-    refused("rank 3 asks for {'causal': 1, 'head_dim': 32, 'heads': 2, 'tokens': 40}, rank 0",
-            lambda: team.handle(tokens=40 if team.rank == 3 else 41, heads=2, head_dim=32, causal=1))
+    refused('torch.float16, which is not served', lambda: model.eval().half()(**batch))
+    t, own = torch.zeros(1, 10, 2, 32), Team(LIBRARY)
+    refused('window is 0 on rank 0 and 1 on rank 3', lambda: own.attention(t, t, t, tokens=40, window=int(team.rank == 3)))
+    refused('window is 0 on rank 0 and 1 on rank 3', lambda: own.attention(t, t, t, tokens=40))
+    own.close()
 
 
 # Families with what mixes tokens and is no attention, or with attention of their own; and how they are refused.

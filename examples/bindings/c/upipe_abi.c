@@ -17,10 +17,12 @@ _Static_assert((int)UPIPE_ABI_ZIGZAG == (int)UPIPE_ZIGZAG && (int)UPIPE_ABI_STRI
 enum { LAYERS_MAX = 1000 };
 
 typedef struct abi_rank {
+    upipe_abi_desc desc; /* of its calls from now on; tokens 0: none yet */
     upipe_plan plan;
     upipe_ctx ctx;
     upipe_mem mem;
     void *slab;
+    size_t slab_bytes;
     upipe_mem_block *blocks;
     upipe_saved *saved; /* [layers] */
     int64_t *cu_seqlens;
@@ -30,7 +32,6 @@ typedef struct abi_rank {
 } abi_rank;
 
 typedef struct abi {
-    upipe_abi_desc desc;
     abi_team team;
     abi_rank *rank; /* [team.here] */
     pid_t process;
@@ -94,8 +95,9 @@ static upipe_view abi_view(const void *data, const upipe_plan *p, int heads)
 }
 
 /* A call without tensors. */
-static upipe_qkv abi_masked(const upipe_abi_desc *d, const abi_rank *r)
+static upipe_qkv abi_masked(const abi_rank *r)
 {
+    const upipe_abi_desc *d = &r->desc;
     upipe_qkv a = {0};
     a.plan = &r->plan, a.scale = d->scale, a.mask.causal = d->causal, a.mask.window = d->window;
     a.mask.softcap = d->softcap, a.mask.borders.cu_seqlens = r->cu_seqlens,
@@ -103,11 +105,10 @@ static upipe_qkv abi_masked(const upipe_abi_desc *d, const abi_rank *r)
     return a;
 }
 
-static upipe_qkv abi_call(const upipe_abi_desc *d, const abi_rank *r, const void *o, const void *q,
-                          const void *k, const void *v)
+static upipe_qkv abi_call(const abi_rank *r, const void *o, const void *q, const void *k, const void *v)
 {
     const upipe_plan *p = &r->plan;
-    upipe_qkv a = abi_masked(d, r);
+    upipe_qkv a = abi_masked(r);
     a.q = abi_view(q, p, p->desc.heads), a.k = abi_view(k, p, p->desc.kv_heads);
     a.v = abi_view(v, p, p->desc.kv_heads), a.o = abi_view(o, p, p->desc.heads);
     return a;
@@ -134,9 +135,9 @@ static upipe_status abi_read(upipe_abi_desc *out, const upipe_abi_desc *desc, up
 }
 
 /* Plan of a rank, and what it needs: all forwards, then all backwards, dry. r->saved [layers] is as before. */
-static upipe_status abi_dry(const upipe_abi_desc *desc, int rank, const upipe_ops *ops, abi_rank *r,
-                            upipe_dry *dry, upipe_err *err)
+static upipe_status abi_dry(int rank, const upipe_ops *ops, abi_rank *r, upipe_dry *dry, upipe_err *err)
 {
+    const upipe_abi_desc *desc = &r->desc;
     upipe_plan_desc d = {0};
     upipe_qkv_grads g;
     upipe_qkv a;
@@ -151,7 +152,7 @@ static upipe_status abi_dry(const upipe_abi_desc *desc, int rank, const upipe_op
     upipe_dry_init(dry, &r->plan, ops);
     *err = dry->ctx.err;
     UPIPE_TRY(err->status);
-    a = abi_call(desc, r, &none, &none, &none, &none);
+    a = abi_call(r, &none, &none, &none, &none);
     g.dout = g.dq = a.q, g.dk = a.k, g.dv = a.v, g.dsinks = NULL;
     for (i = 0; i < desc->layers && dry->ctx.err.status == UPIPE_OK; ++i)
         upipe_qkv_fwd(&dry->ctx, &a, &r->saved[i]);
@@ -161,22 +162,43 @@ static upipe_status abi_dry(const upipe_abi_desc *desc, int rank, const upipe_op
     return err->status;
 }
 
-/* Plan, slab and pool of a rank. */
-static upipe_status abi_rank_open(abi *u, int rank, upipe_dry *dry, upipe_err *err)
+/* Plan, and slab and pool where those that are there are too small. Nothing is in flight. */
+static upipe_status abi_rank_plan(abi_rank *r, int rank, const upipe_abi_desc *desc, upipe_dry *dry,
+                                  upipe_err *err)
 {
-    abi_rank *r = &u->rank[rank - u->team.first];
+    upipe_saved *saved = (upipe_saved *)calloc((size_t)desc->layers, sizeof *saved);
+    upipe_mem_block *blocks;
     upipe_err why;
+    if (saved == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
+    free(r->saved);
+    r->saved = saved;
+    r->desc = *desc;
+    if (r->mem.slab_bytes > 0) upipe_mem_destroy(&r->mem, NULL);
+    UPIPE_TRY(abi_dry(rank, &r->compute.ops, r, dry, err));
+    blocks = (upipe_mem_block *)realloc(r->blocks, (size_t)dry->mem.blocks_peak * sizeof *r->blocks);
+    if (blocks == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
+    r->blocks = blocks;
+    if (r->slab_bytes < dry->mem.need) {
+        abi_slab_free(&r->compute, r->slab);
+        r->slab = NULL, r->slab_bytes = 0;
+        if (abi_slab(&r->slab, dry->mem.need, &why) != UPIPE_OK)
+            return upipe_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for rank %d", dry->mem.need, rank);
+        r->slab_bytes = dry->mem.need;
+    }
+    upipe_mem_init(&r->mem, r->slab, r->slab_bytes, r->blocks, dry->mem.blocks_peak);
+    return UPIPE_OK;
+}
+
+static upipe_status abi_rank_open(abi *u, int rank, const upipe_abi_desc *desc, upipe_dry *dry,
+                                  upipe_err *err)
+{
+    const upipe_abi_desc team = {
+        .ranks = desc->ranks, .ring = desc->ring, .batch = desc->batch, .layers = 1}; /* and no tokens */
+    abi_rank *r = &u->rank[rank - u->team.first];
     UPIPE_TRY(abi_compute_open(&r->compute, err));
-    r->saved = (upipe_saved *)calloc((size_t)u->desc.layers, sizeof *r->saved);
-    if (r->saved == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
-    UPIPE_TRY(abi_dry(&u->desc, rank, &r->compute.ops, r, dry, err));
-    r->blocks = (upipe_mem_block *)malloc((size_t)dry->mem.blocks_peak * sizeof *r->blocks);
-    if (r->blocks == NULL || abi_slab(&r->slab, dry->mem.need, &why) != UPIPE_OK)
-        return upipe_fail(err, UPIPE_ERR_MEMORY, "no %zu bytes for rank %d", dry->mem.need, rank);
-    upipe_mem_init(&r->mem, r->slab, dry->mem.need, r->blocks, dry->mem.blocks_peak);
     r->ctx.ops = &r->compute.ops, r->ctx.mem = &r->mem;
     abi_team_use(&u->team, rank, &r->ctx);
-    return UPIPE_OK;
+    return memcmp(desc, &team, sizeof team) == 0 ? UPIPE_OK : abi_rank_plan(r, rank, desc, dry, err);
 }
 
 /* A slab that others may still read is left to them. */
@@ -187,7 +209,7 @@ static void abi_free(abi *u)
     abi_team_free(&u->team);
     for (i = 0; u->rank != NULL && i < u->team.here; ++i) {
         abi_rank *r = &u->rank[i];
-        if (r->slab != NULL) {
+        if (r->mem.slab_bytes > 0) {
             upipe_mem_rewind(&r->mem, 0);
             upipe_mem_destroy(&r->mem, NULL);
         }
@@ -209,21 +231,18 @@ static void abi_report(const upipe_err *err, char *why, size_t why_bytes)
 /* Without ranks yet. */
 static upipe_status abi_new(abi **out, const upipe_abi_desc *desc, upipe_err *err)
 {
-    upipe_abi_desc d;
     abi *u;
-    UPIPE_TRY(abi_read(&d, desc, err));
     *out = u = (abi *)calloc(1, sizeof *u);
     if (u == NULL) return upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
-    u->desc = d;
     u->process = getpid();
-    u->team.grid.ranks = d.ranks * d.ring;
-    u->team.grid.in_team = d.ranks;
-    u->team.grid.in_ring = d.ring;
+    u->team.grid.ranks = desc->ranks * desc->ring;
+    u->team.grid.in_team = desc->ranks;
+    u->team.grid.in_ring = desc->ring;
     return UPIPE_OK;
 }
 
 /* The ranks of a team that has been made. One that fails here tells the others why. */
-static upipe_status abi_open_ranks(abi *u, upipe_err *err)
+static upipe_status abi_open_ranks(abi *u, const upipe_abi_desc *desc, upipe_err *err)
 {
     upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry);
     upipe_status s = UPIPE_OK;
@@ -231,7 +250,8 @@ static upipe_status abi_open_ranks(abi *u, upipe_err *err)
     int i;
     u->rank = (abi_rank *)calloc((size_t)u->team.here, sizeof *u->rank);
     if (dry == NULL || u->rank == NULL) s = upipe_fail(err, UPIPE_ERR_MEMORY, "memory is out");
-    for (i = 0; s == UPIPE_OK && i < u->team.here; ++i) s = abi_rank_open(u, u->team.first + i, dry, err);
+    for (i = 0; s == UPIPE_OK && i < u->team.here; ++i)
+        s = abi_rank_open(u, u->team.first + i, desc, dry, err);
     free(dry);
     memset(&c, 0, sizeof c);
     abi_team_use(&u->team, u->team.first, &c);
@@ -243,10 +263,12 @@ static upipe_abi *abi_open(const upipe_abi_desc *desc, abi_meet *meet, const abi
                            size_t why_bytes)
 {
     upipe_err err = {{0}, UPIPE_OK};
+    upipe_abi_desc d;
     abi *u = NULL;
-    upipe_status s = abi_new(&u, desc, &err);
+    upipe_status s = abi_read(&d, desc, &err);
+    if (s == UPIPE_OK) s = abi_new(&u, &d, &err);
     if (s == UPIPE_OK) s = meet(&u->team, given, &err);
-    if (s == UPIPE_OK) s = abi_open_ranks(u, &err);
+    if (s == UPIPE_OK) s = abi_open_ranks(u, &d, &err);
     if (s == UPIPE_OK) return abi_enter(u);
     abi_free(u);
     abi_report(&err, why, why_bytes);
@@ -293,11 +315,12 @@ int64_t upipe_abi_need(const upipe_abi_desc *desc, int rank, char *why, size_t w
     if (s == UPIPE_OK && (rank < 0 || rank >= d.ranks * d.ring))
         s = upipe_fail(&err, UPIPE_ERR_ARG, "rank %d of %d", rank, (int)(d.ranks * d.ring));
     if (s == UPIPE_OK) {
+        r.desc = d;
         r.saved = (upipe_saved *)calloc((size_t)d.layers, sizeof *r.saved);
         if (dry == NULL || r.saved == NULL) s = upipe_fail(&err, UPIPE_ERR_MEMORY, "memory is out");
     }
     abi_plan_ops(&ops);
-    if (s == UPIPE_OK) s = abi_dry(&d, rank, &ops, &r, dry, &err);
+    if (s == UPIPE_OK) s = abi_dry(rank, &ops, &r, dry, &err);
     need = s == UPIPE_OK ? (int64_t)dry->mem.need : -1;
     free(r.saved);
     free(dry);
@@ -366,8 +389,7 @@ int upipe_abi_positions(const upipe_abi *handle, int rank, int64_t *positions)
 static int abi_nobody(abi *u, int rank)
 {
     upipe_err err;
-    upipe_fail(&err, UPIPE_ERR_ARG, "a call of rank %d of %d", rank,
-               u != NULL ? (int)(u->desc.ranks * u->desc.ring) : 0);
+    upipe_fail(&err, UPIPE_ERR_ARG, "a call of rank %d of %d", rank, u != NULL ? u->team.grid.ranks : 0);
     if (u != NULL && u->process == getpid()) {
         upipe_comm_abort(u->rank[0].ctx.team, err.text);
         upipe_comm_abort(u->rank[0].ctx.ring, err.text);
@@ -402,6 +424,48 @@ static int abi_refuse(abi_rank *r, upipe_status s)
     upipe_comm_abort(r->ctx.team, r->ctx.err.text);
     upipe_comm_abort(r->ctx.ring, r->ctx.err.text);
     return abi_end(r, s);
+}
+
+/* As abi_begin, of a call that needs a description. */
+static int abi_begin_described(const abi *u, abi_rank *r, int rank)
+{
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r->desc.tokens > 0) return 0;
+    return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                    "rank %d has no description yet: upipe_abi_describe", rank));
+}
+
+int upipe_abi_describe(upipe_abi *handle, int rank, const upipe_abi_desc *desc)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    upipe_abi_desc d;
+    upipe_dry *dry;
+    upipe_status s;
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    s = abi_read(&d, desc, &r->ctx.err);
+    if (s != UPIPE_OK) return abi_refuse(r, s);
+    if (memcmp(&d, &r->desc, sizeof d) == 0) return abi_end(r, UPIPE_OK);
+    if (d.ranks != u->team.grid.in_team || d.ring != u->team.grid.in_ring)
+        return abi_refuse(r,
+                          upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                                     "%d ranks and a ring of %d, and the handle has %d and %d", (int)d.ranks,
+                                     (int)d.ring, u->team.grid.in_team, u->team.grid.in_ring));
+    if (r->mem.blocks_n > 0)
+        return abi_refuse(
+            r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
+                          "another description before the backward of a forward, or after a failure"));
+    free(r->cu_seqlens);
+    r->cu_seqlens = NULL, r->sequences = 0;
+    dry = (upipe_dry *)malloc(sizeof *dry);
+    s = dry != NULL ? r->ctx.ops->sync(&r->ctx) /* the slab may be in use */
+                    : upipe_fail(&r->ctx.err, UPIPE_ERR_MEMORY, "memory is out");
+    if (s == UPIPE_OK) s = abi_rank_plan(r, rank, &d, dry, &r->ctx.err);
+    free(dry);
+    if (s == UPIPE_OK) return abi_end(r, s);
+    r->desc.tokens = 0; /* no call has what it needs */
+    return abi_refuse(r, s);
 }
 
 /* Borders of the flattened batch; none is read behind the one at its end. */
@@ -439,7 +503,7 @@ int upipe_abi_pack(upipe_abi *handle, int rank, const int64_t *cu_seqlens, int64
     int64_t *copy = NULL;
     upipe_status s;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
     s = abi_borders(r, cu_seqlens, n);
     if (s != UPIPE_OK) return abi_refuse(r, s);
     if (n > 0) {
@@ -497,24 +561,24 @@ static upipe_status abi_fits(abi_rank *r, const upipe_qkv *a, const upipe_qkv_gr
     return UPIPE_OK;
 }
 
-static int abi_fwd(abi *u, abi_rank *r, int layer, const upipe_qkv *a)
+static int abi_fwd(abi_rank *r, int layer, const upipe_qkv *a)
 {
     upipe_status s;
-    if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
+    if (layer < 0 || layer >= r->desc.layers || r->saved[layer].lse != NULL)
         return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
                                         "forward %d of %d, or again before its backward", layer,
-                                        (int)u->desc.layers));
+                                        (int)r->desc.layers));
     s = abi_fits(r, a, NULL);
     if (s != UPIPE_OK) return abi_refuse(r, s);
     return abi_end(r, upipe_qkv_fwd(&r->ctx, a, &r->saved[layer]));
 }
 
-static int abi_bwd(abi *u, abi_rank *r, int layer, const upipe_qkv *a, const upipe_qkv_grads *g)
+static int abi_bwd(abi_rank *r, int layer, const upipe_qkv *a, const upipe_qkv_grads *g)
 {
     upipe_status s;
-    if (layer < 0 || layer >= u->desc.layers)
+    if (layer < 0 || layer >= r->desc.layers)
         return abi_refuse(
-            r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)u->desc.layers));
+            r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)r->desc.layers));
     s = abi_fits(r, a, g);
     if (s != UPIPE_OK) return abi_refuse(r, s);
     return abi_end(r, upipe_qkv_bwd(&r->ctx, a, g, &r->saved[layer]));
@@ -527,9 +591,9 @@ int upipe_abi_qkv_fwd(upipe_abi *handle, int rank, int layer, void *o, const voi
     abi_rank *r = abi_rank_of(u, rank);
     upipe_qkv a;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    a = abi_call(&u->desc, r, o, q, k, v);
-    return abi_fwd(u, r, layer, &a);
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    a = abi_call(r, o, q, k, v);
+    return abi_fwd(r, layer, &a);
 }
 
 int upipe_abi_qkv_bwd(upipe_abi *handle, int rank, int layer, void *dq, void *dk, void *dv, const void *dout,
@@ -540,17 +604,17 @@ int upipe_abi_qkv_bwd(upipe_abi *handle, int rank, int layer, void *dq, void *dk
     upipe_qkv_grads g;
     upipe_qkv a, d;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    a = abi_call(&u->desc, r, o, q, k, v);
-    d = abi_call(&u->desc, r, dout, dq, dk, dv);
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    a = abi_call(r, o, q, k, v);
+    d = abi_call(r, dout, dq, dk, dv);
     g = upipe_qkv_grads_of(&d);
-    return abi_bwd(u, r, layer, &a, &g);
+    return abi_bwd(r, layer, &a, &g);
 }
 
 /* The views of a tensor with Q, K and V, and of O or its gradient. */
-static upipe_status abi_fused(const abi *u, abi_rank *r, upipe_qkv *a, const void *qkv, const void *o)
+static upipe_status abi_fused(abi_rank *r, upipe_qkv *a, const void *qkv, const void *o)
 {
-    const upipe_qkv call = abi_masked(&u->desc, r);
+    const upipe_qkv call = abi_masked(r);
     if (qkv == NULL || o == NULL) return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "a tensor is NULL");
     *a = upipe_qkv_fused(&call, (void *)(uintptr_t)qkv, (void *)(uintptr_t)o, r->plan.desc.dtype);
     return UPIPE_OK;
@@ -562,9 +626,9 @@ int upipe_abi_fused_fwd(upipe_abi *handle, int rank, int layer, void *o, const v
     abi_rank *r = abi_rank_of(u, rank);
     upipe_qkv a;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (abi_fused(u, r, &a, qkv, o) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
-    return abi_fwd(u, r, layer, &a);
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_fused(r, &a, qkv, o) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
+    return abi_fwd(r, layer, &a);
 }
 
 int upipe_abi_fused_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, const void *dout, const void *o,
@@ -575,17 +639,16 @@ int upipe_abi_fused_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, cons
     upipe_qkv_grads g;
     upipe_qkv a, d;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (abi_fused(u, r, &a, qkv, o) != UPIPE_OK || abi_fused(u, r, &d, dqkv, dout) != UPIPE_OK)
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_fused(r, &a, qkv, o) != UPIPE_OK || abi_fused(r, &d, dqkv, dout) != UPIPE_OK)
         return abi_refuse(r, r->ctx.err.status);
     g = upipe_qkv_grads_of(&d);
-    return abi_bwd(u, r, layer, &a, &g);
+    return abi_bwd(r, layer, &a, &g);
 }
 
-static upipe_status abi_sbh3d(const abi *u, abi_rank *r, upipe_qkv *a, const void *qkv, const void *o,
-                              int batch, int b)
+static upipe_status abi_sbh3d(abi_rank *r, upipe_qkv *a, const void *qkv, const void *o, int batch, int b)
 {
-    const upipe_qkv call = abi_masked(&u->desc, r);
+    const upipe_qkv call = abi_masked(r);
     const upipe_plan_desc *d = &r->plan.desc;
     if (d->batch != 1)
         return upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
@@ -608,9 +671,9 @@ int upipe_abi_sbh3d_fwd(upipe_abi *handle, int rank, int layer, void *o, const v
     abi_rank *r = abi_rank_of(u, rank);
     upipe_qkv a;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (abi_sbh3d(u, r, &a, qkv, o, batch, b) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
-    return abi_fwd(u, r, layer, &a);
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_sbh3d(r, &a, qkv, o, batch, b) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
+    return abi_fwd(r, layer, &a);
 }
 
 int upipe_abi_sbh3d_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, const void *dout, const void *o,
@@ -621,12 +684,11 @@ int upipe_abi_sbh3d_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, cons
     upipe_qkv_grads g;
     upipe_qkv a, d;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (abi_sbh3d(u, r, &a, qkv, o, batch, b) != UPIPE_OK ||
-        abi_sbh3d(u, r, &d, dqkv, dout, batch, b) != UPIPE_OK)
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (abi_sbh3d(r, &a, qkv, o, batch, b) != UPIPE_OK || abi_sbh3d(r, &d, dqkv, dout, batch, b) != UPIPE_OK)
         return abi_refuse(r, r->ctx.err.status);
     g = upipe_qkv_grads_of(&d);
-    return abi_bwd(u, r, layer, &a, &g);
+    return abi_bwd(r, layer, &a, &g);
 }
 
 int upipe_abi_drop(upipe_abi *handle, int rank, int layer)
@@ -634,9 +696,9 @@ int upipe_abi_drop(upipe_abi *handle, int rank, int layer)
     abi *u = abi_of(handle);
     abi_rank *r = abi_rank_of(u, rank);
     if (r == NULL || abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (layer < 0 || layer >= u->desc.layers || r->saved[layer].lse == NULL)
+    if (layer < 0 || layer >= r->desc.layers || r->saved[layer].lse == NULL)
         return abi_end(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d has nothing to drop",
-                                     layer, (int)u->desc.layers));
+                                     layer, (int)r->desc.layers));
     return abi_end(r, upipe_saved_free(&r->ctx, &r->saved[layer]));
 }
 
@@ -669,11 +731,11 @@ int upipe_abi_save(upipe_abi *handle, int rank, int layer, void *to)
     abi_rank *r = abi_rank_of(u, rank);
     upipe_status s;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (to == NULL || layer < 0 || layer >= u->desc.layers || r->saved[layer].lse == NULL)
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (to == NULL || layer < 0 || layer >= r->desc.layers || r->saved[layer].lse == NULL)
         return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
                                         "forward %d of %d has nothing to save, or no place to save it", layer,
-                                        (int)u->desc.layers));
+                                        (int)r->desc.layers));
     s = abi_save(r, &r->saved[layer], (char *)to);
     return s != UPIPE_OK ? abi_refuse(r, s) : abi_end(r, s);
 }
@@ -684,11 +746,11 @@ int upipe_abi_restore(upipe_abi *handle, int rank, int layer, const void *from)
     abi_rank *r = abi_rank_of(u, rank);
     upipe_status s;
     if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (from == NULL || layer < 0 || layer >= u->desc.layers || r->saved[layer].lse != NULL)
+    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (from == NULL || layer < 0 || layer >= r->desc.layers || r->saved[layer].lse != NULL)
         return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
                                         "nothing to restore, or forward %d of %d is before its backward",
-                                        layer, (int)u->desc.layers));
+                                        layer, (int)r->desc.layers));
     s = abi_restore(r, &r->saved[layer], (const char *)from);
     return s != UPIPE_OK ? abi_refuse(r, s) : abi_end(r, s);
 }

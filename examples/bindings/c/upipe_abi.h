@@ -82,6 +82,12 @@ UPIPE_ABI_API upipe_abi *upipe_abi_open(const upipe_abi_desc *desc, char *why, s
  * two a pair, which the caller closes after upipe_abi_close; upipe/net/upipe_net_tcp.h says more. */
 UPIPE_ABI_API upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int rank, const int *headers,
                                                 const int *data, char *why, size_t why_bytes);
+/* The rank's calls from now on are of this description, with the handle's ranks and ring; all ranks say the same. So one
+ * handle, with its sockets, does for all lengths, batches and masks. The slab grows where it must, and stays as large. No
+ * forward is before its backward, but those that were saved: these are restored under the description that they were made
+ * with. It has no packed sequences yet. A handle that was opened with ranks and ring alone, and 0 tokens, has no slab, and
+ * no calls before this one. */
+UPIPE_ABI_API int upipe_abi_describe(upipe_abi *u, int rank, const upipe_abi_desc *desc);
 UPIPE_ABI_API int64_t upipe_abi_rows(const upipe_abi *u, int rank, int64_t *first);
 /* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; NULL and 0: none. These
  * are flash-attention's borders, over the batch * tokens rows of the flattened batch, in which sequence b begins at b *

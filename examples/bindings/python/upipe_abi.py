@@ -46,8 +46,28 @@ def draw_nccl_id(library):
     return drawn.raw
 
 
+def described(desc, **options):
+    """A copy of desc with these options, which must be some, and fit."""
+    unknown = set(options) - {name for name, _ in Desc._fields_}
+    if unknown:  # ctypes would keep them as attributes
+        raise Error(f'no such option: {", ".join(sorted(unknown))}')
+    desc = Desc.from_buffer_copy(desc)
+    for name, value in options.items():
+        try:
+            setattr(desc, name, value)
+        except TypeError as error:
+            raise Error(f'{name} is {value!r}: {error}') from error
+        if name not in ('scale', 'softcap') and getattr(desc, name) != value:  # ctypes keeps the low bits of an integer
+            raise Error(f'{name} is {value}, which its {8 * getattr(Desc, name).size} bits do not hold')
+    for name, default in (('batch', 1), ('ranks', 1), ('ring', 1), ('layers', 1), ('kv_heads', desc.heads)):
+        if getattr(desc, name) == 0:
+            setattr(desc, name, default)
+    return desc
+
+
 class Attention:
-    """Attention of ranks * ring ranks, all of them threads of this process, or one of them this process.
+    """Attention of ranks * ring ranks, all of them threads of this process, or one of them this process. Without tokens it has a
+    team alone, until describe().
 
     headers, data  of rank `rank`: two connected sockets to each other one, lists of their numbers
     nccl_id        of rank `rank`: what draw_nccl_id() has given one of the ranks; tensors are on the current device
@@ -68,6 +88,7 @@ class Attention:
         self.lib.upipe_abi_need.restype = ctypes.c_int64
         self.lib.upipe_abi_need.argtypes = [ctypes.POINTER(Desc), i, ctypes.c_char_p, ctypes.c_size_t]
         self.lib.upipe_abi_can.argtypes = [ctypes.c_char_p]
+        self.lib.upipe_abi_describe.argtypes = [p, i, ctypes.POINTER(Desc)]
         self.lib.upipe_abi_pack.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
         for function in 'rows', 'bytes', 'saved_bytes':
             getattr(self.lib, 'upipe_abi_' + function).restype = ctypes.c_int64
@@ -82,17 +103,9 @@ class Attention:
         self.lib.upipe_abi_abort.argtypes = [p, i, ctypes.c_char_p]
         self.lib.upipe_abi_close.argtypes = [p]
         why = ctypes.create_string_buffer(256)
-        unknown = set(desc) - {name for name, _ in Desc._fields_}
-        if unknown:  # ctypes would keep them as attributes
-            raise Error(f'no such option: {", ".join(sorted(unknown))}')
-        self.desc = Desc(**desc)
-        for name, value in desc.items():  # ctypes keeps the low bits of an integer
-            if name not in ('scale', 'softcap') and getattr(self.desc, name) != value:
-                raise Error(f'{name} is {value}, which its {8 * getattr(Desc, name).size} bits do not hold')
-        for name, default in (('batch', 1), ('ranks', 1), ('ring', 1), ('layers', 1), ('kv_heads', self.desc.heads)):
-            if getattr(self.desc, name) == 0:
-                setattr(self.desc, name, default)
-        self.ranks, at = self.desc.ranks * self.desc.ring, ctypes.byref(self.desc)
+        self.desc = described(Desc(), **desc)  # that of the open
+        self.tokens, self.ring = self.desc.tokens, self.desc.ring
+        self.ranks, at = self.desc.ranks * self.ring, ctypes.byref(self.desc)
         if mpi:
             self.handle = self.lib.upipe_abi_open_mpi(at, None, why, len(why))
         elif nccl_id is not None:
@@ -109,8 +122,6 @@ class Attention:
         if not self.handle:
             raise Error(why.value.decode())
         self.ranks_here = [r for r in range(self.ranks) if self.lib.upipe_abi_rows(self.handle, r, None) >= 0]
-        self.saved_bytes = {r: self.lib.upipe_abi_saved_bytes(self.handle, r) for r in self.ranks_here}
-        self.packed = {}  # by rank
         self.device = 'cuda' if self.lib.upipe_abi_can(b'cuda') else 'cpu'
         self.number = next(NUMBERS)
         OPENED[self.number] = self
@@ -122,6 +133,11 @@ class Attention:
         if not self.handle or not 0 <= rank < self.ranks:
             raise Error(f'rank {rank} of {self.ranks}' if self.handle else 'the handle is closed')
         return self.handle
+
+    def describe(self, rank, **desc):
+        """The rank's calls from now on are of this description; what is not given is as in the open. All ranks say the same. No
+        forward may be before its backward, but those of save()."""
+        self.ask(rank, self.lib.upipe_abi_describe(self.of(rank), rank, ctypes.byref(described(self.desc, **desc))))
 
     def rows(self, rank):
         """(first, count) of this rank's tokens; in a ring they are not neighbours in each layout: see positions."""
@@ -138,13 +154,8 @@ class Attention:
     def bytes(self, rank):
         return self.number_of(rank, self.lib.upipe_abi_bytes(self.of(rank), rank))
 
-    def pack(self, rank, cu_seqlens):
-        """The rank's calls from now on see packed sequences: flash-attention's borders over batch * tokens rows; []: none."""
-        self.of(rank)
-        self.packed[rank] = list(cu_seqlens)
-
     def set_borders(self, rank, cu_seqlens):
-        numbers = list(self.packed.get(rank, []) if cu_seqlens is None else cu_seqlens)
+        numbers = list(cu_seqlens)
         while len(numbers) > 2 and numbers[-2] == numbers[-1]:  # empty, behind the end, where the library reads nothing
             numbers.pop()
         try:
@@ -156,12 +167,12 @@ class Attention:
                 raise Error(f'cu_seqlens holds {number}, which 64 bits do not hold')
         self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array or None, max(len(numbers) - 1, 0)))
 
-    def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=None):
-        """cu_seqlens: of this call; None: those of pack()."""
+    def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=()):
+        """cu_seqlens: where packed sequences begin, and the end: flash-attention's borders over batch * tokens rows; (): none."""
         self.set_borders(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank, layer), rank, layer, o, q, k, v))
 
-    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=None):
+    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=()):
         self.set_borders(rank, cu_seqlens)
         self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank, layer), rank, layer, dq, dk, dv, dout, o, q, k, v))
 
@@ -169,8 +180,11 @@ class Attention:
         """In place of a backward that never comes."""
         self.ask(rank, self.lib.upipe_abi_drop(self.of(rank, layer), rank, layer))
 
+    def saved_bytes(self, rank):
+        return self.number_of(rank, self.lib.upipe_abi_saved_bytes(self.of(rank), rank))
+
     def save(self, rank, to, layer=0):
-        """Moves what the forward has left to memory of the caller's, saved_bytes[rank] of it: the layer is free."""
+        """Moves what the forward has left to memory of the caller's, saved_bytes(rank) of it: the layer is free."""
         self.ask(rank, self.lib.upipe_abi_save(self.of(rank, layer), rank, layer, to))
 
     def restore(self, rank, saved, layer=0):

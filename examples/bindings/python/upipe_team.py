@@ -2,8 +2,7 @@
 
     team = team_from_env()                              # or Team(group=...) for a process group of one's own
     first, count = team.rows(1024)                      # this rank's tokens of 1024
-    u = team.handle(tokens=1024, heads=8, head_dim=64, causal=1, layers=2)     # all ranks ask for the same
-    o = upipe_torch.attention(u, team.rank, q, k, v)
+    o = team.attention(q, k, v, tokens=1024, causal=True)                      # upipe_torch.attention, on all ranks
     team.sum_gradients(model)                           # each rank has those of its own tokens
 
 Over TCP a process group tells the ranks where each of them listens. Whoever connects proves that it has what rank 0 has drawn
@@ -24,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from upipe_abi import Attention, Error, can, draw_nccl_id
+from upipe_torch import attention
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libupipe_abi.so')  # where the wheel has it
 DEADLINE = 60  # seconds, as the library's
@@ -74,7 +74,7 @@ def receive(end, count):
 
 
 class Door:
-    """Where a rank listens while a handle is opened."""
+    """Where a rank listens while a team is made."""
 
     def __init__(self, rank, ranks, key):
         self.rank, self.ranks, self.key = rank, ranks, key
@@ -143,8 +143,8 @@ class Ranks:
     """The ranks of a process group, which hold a part of every sequence each; the base of teams.
 
     rank, ranks   those of the group
-    handle(...)   an upipe_abi.Attention for this rank; the same description gives the same one
-    close()       of all handles; all ranks
+    u             this rank's upipe_abi.Attention, of a team alone
+    close()       all ranks
     """
 
     def __init__(self, library=LIBRARY, group=None):
@@ -152,7 +152,7 @@ class Ranks:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise Error(f'rank {dist.get_rank()} is not in its group: a team is made by the ranks of the group')
-        self.handles = {}
+        self.u = self.open()
 
     def of_all(self, what):
         """[ranks]: what each rank has brought; all ranks call it."""
@@ -165,16 +165,9 @@ class Ranks:
         cut = [tokens // self.ranks * i + tokens % self.ranks * i // self.ranks for i in (self.rank, self.rank + 1)]
         return cut[0], cut[1] - cut[0]
 
-    def handle(self, **desc):
-        """All ranks ask for it at the same time, and with the same description; else each of them raises Error at once."""
-        key = tuple(sorted(desc.items()))
-        if key not in self.handles:
-            asked = self.of_all(key)
-            for peer, other in enumerate(asked):
-                if other != asked[0]:
-                    raise Error(f'rank {peer} asks for {dict(other)}, rank 0 for {dict(asked[0])}')
-            self.handles[key] = self.open(**desc)
-        return self.handles[key]
+    def attention(self, q, k, v, *, tokens, **options):
+        """upipe_torch.attention of this rank's rows, of so many tokens on all ranks."""
+        return attention(self.u, self.rank, q, k, v, tokens=tokens, **options)
 
     def sum(self, *tensors):
         """Each becomes its sum over the ranks."""
@@ -193,58 +186,48 @@ class Ranks:
         return torch.cat(self.of_all(part.detach()), dim)
 
     def close(self):
-        for u in self.handles.values():
-            u.close()
-        self.handles = {}
+        self.u.close()
 
 
 class Team(Ranks):
     """Over TCP."""
 
-    def __init__(self, library=LIBRARY, group=None):
-        super().__init__(library, group)
-        self.ends = []
-        self.key = self.of_all(os.urandom(PROOF))[0] + read_secret()
-        shown = self.of_all(hmac.digest(self.key, b'team', 'sha256'))
+    def open(self):
+        key = self.of_all(os.urandom(PROOF))[0] + read_secret()
+        shown = self.of_all(hmac.digest(key, b'team', 'sha256'))
         for peer, other in enumerate(shown):
             if other != shown[0]:
                 raise Error(f'rank {peer} has another secret than rank 0')
-
-    def open(self, **desc):
-        door = Door(self.rank, self.ranks, self.key)
+        door = Door(self.rank, self.ranks, key)
         ends = door.sockets(self.of_all(door.place))
-        self.ends += [end for row in ends for end in row if end]
+        self.ends = [end for row in ends for end in row if end]
         headers, data = ([end.fileno() if end else -1 for end in row] for row in ends)
-        return Attention(self.library, rank=self.rank, headers=headers, data=data, ranks=self.ranks, **desc)
+        return Attention(self.library, rank=self.rank, headers=headers, data=data, ranks=self.ranks)
 
     def close(self):
         super().close()
         for end in self.ends:
             end.close()
-        self.ends = []
 
 
 class MpiTeam(Ranks):
     """Over MPI, all ranks of MPI_COMM_WORLD. Who finds MPI not yet running starts it, and ends it with the process."""
 
-    def __init__(self, library=LIBRARY):
-        super().__init__(library)
-        mpi, running = ctypes.CDLL(library), ctypes.c_int()
+    def open(self):
+        mpi, running = ctypes.CDLL(self.library), ctypes.c_int()
         mpi.MPI_Initialized(ctypes.byref(running))
         if not running.value:
             mpi.MPI_Init(None, None)
             atexit.register(mpi.MPI_Finalize)
-
-    def open(self, **desc):
-        return Attention(self.library, mpi=True, ranks=self.ranks, **desc)
+        return Attention(self.library, mpi=True, ranks=self.ranks)
 
 
 class NcclTeam(Ranks):
     """Over NCCL, each rank on the device that is current."""
 
-    def open(self, **desc):
+    def open(self):
         drawn = self.of_all(draw_nccl_id(self.library) if self.rank == 0 else None)[0]
-        return Attention(self.library, rank=self.rank, nccl_id=drawn, ranks=self.ranks, **desc)
+        return Attention(self.library, rank=self.rank, nccl_id=drawn, ranks=self.ranks)
 
 
 def team_from_env(library=LIBRARY):

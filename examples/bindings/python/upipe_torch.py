@@ -10,13 +10,13 @@ In place of torch.nn.functional.scaled_dot_product_attention where each rank hol
 the same calls in the same order, forwards and backwards. PyTorch runs the backward of CPU tensors on the thread that asks
 for it, so that a rank's backward meets those of the others.
 
-From PyTorch 2.4 on forward and backward are operators, upipe::attention and upipe::attention_backward, which torch.compile
-takes as they are; before, they are an autograd function. What a forward leaves for its backward is a tensor of bytes, so that
-PyTorch alone says how long it lives: the handle needs one layer for any number of forwards, repeated ones included.
+Forward and backward are operators, upipe::attention and upipe::attention_backward, which torch.compile takes as they are. What
+a forward leaves for its backward is a tensor of bytes, so that PyTorch alone says how long it lives: the handle needs one layer
+for any number of forwards, repeated ones included. Each call says its own description, so that one handle does for any length,
+batch, model and mask.
 """
 
 import contextlib
-import ctypes
 import threading
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from upipe_abi import OPENED, Error
 
 DTYPES = (torch.float32, torch.bfloat16)  # by upipe_abi_desc.dtype
+SAVED_HEAD = 224  # bytes of what the library keeps of a forward beside numbers of its rows
 
 
 @contextlib.contextmanager
@@ -46,14 +47,27 @@ def one_call(number, rank):
         raise
 
 
-def check(u, rank, heads, **tensors):
+def describe(u, rank, q, k, v, **asked):
+    """The call's description: what its tensors say, what it asks for, and for the rest that of the handle's open."""
+    if q.dtype not in DTYPES:
+        raise Error(f'q is {q.dtype}, which is not served: torch.float32 and torch.bfloat16 are')
+    if q.dim() != 4 or k.dim() != 4:
+        raise Error(f'q is {tuple(q.shape)} and k {tuple(k.shape)}: they are batch, rows, heads, head dim')
+    batch, _, heads, head_dim = q.shape
+    u.describe(rank, batch=batch, heads=heads, kv_heads=k.shape[2], head_dim=head_dim, dtype=DTYPES.index(q.dtype),
+               **{name: value for name, value in asked.items() if value is not None})
+    rows = u.rows(rank)[1]
+    check(u, q.dtype, (batch, rows, heads, head_dim), f'rank {rank}', q=q)
+    check(u, q.dtype, (batch, rows, k.shape[2], head_dim), f'rank {rank}', k=k, v=v)
+
+
+def check(u, dtype, shape, whose, **tensors):
     """The library sees pointers alone: types, devices and shapes are checked here."""
-    dtype, shape = DTYPES[u.desc.dtype], (u.desc.batch, u.rows(rank)[1], heads, u.desc.head_dim)
     for name, t in tensors.items():
         if t.device.type != u.device or t.dtype != dtype:
-            raise Error(f'{name} is {t.dtype} on {t.device}; the handle has {dtype} on {u.device}')
+            raise Error(f'{name} is {t.dtype} on {t.device}; q is {dtype}, and the handle on {u.device}')
         if tuple(t.shape) != shape:
-            raise Error(f'{name} is {tuple(t.shape)}; rank {rank} has {shape}: batch, tokens, heads, head dim')
+            raise Error(f'{name} is {tuple(t.shape)}; {whose} has {shape}: batch, rows, heads, head dim')
 
 
 def borders(cu_seqlens):
@@ -64,54 +78,52 @@ def borders(cu_seqlens):
     return cu_seqlens.tolist()
 
 
-def check_saved(u, rank, count):
-    if count != u.saved_bytes[rank]:
-        raise Error(f'{count} bytes for what a forward leaves; rank {rank} needs {u.saved_bytes[rank]}')
+def saved_bytes(u, rank, tokens, batch, heads):
+    """At least what u.saved_bytes(rank) is of such a call, and never NULL: of numbers that torch.compile may leave open."""
+    ranks, member = u.ranks // u.ring, rank % (u.ranks // u.ring)
+    own = max(heads * (member + 1) // ranks - heads * member // ranks, 1)
+    most = tokens if u.ring == 1 else 2 * (-(-tokens // (2 * u.ring)))  # of a rank of the ring, in any layout
+    return SAVED_HEAD + 4 * own * most * batch
 
 
-def check_mask(desc, causal, window, softcap, scale):
-    """The mask and the scale are the handle's: a call says what it counts on."""
-    have = (bool(desc.causal), desc.window, desc.softcap, desc.scale or ctypes.c_float(desc.head_dim**-0.5).value)
-    for name, asked, has in zip(('causal', 'window', 'softcap', 'scale'), (causal, window, softcap, scale), have):
-        if asked is not None and (ctypes.c_float(asked).value if isinstance(has, float) else asked) != has:
-            raise Error(f'{name} is {asked}; the handle has {has}')
-
-
-def forward(q, k, v, cu_seqlens, causal, window, softcap, scale, number, rank, saved_bytes):  # pylint: disable=too-many-positional-arguments
-    """O, and what the backward needs of the forward. The schema is below."""
+def forward(q, k, v, cu_seqlens, tokens, window, causal, softcap, scale, chunk, saved, number, rank):  # pylint: disable=too-many-positional-arguments
+    """O, and what the backward needs of the forward, of `saved` bytes. The schema is below."""
     with one_call(number, rank) as u:
-        check(u, rank, u.desc.heads, q=q)
-        check(u, rank, u.desc.kv_heads, k=k, v=v)
-        check_mask(u.desc, causal, window, softcap, scale)
-        check_saved(u, rank, saved_bytes)
+        describe(u, rank, q, k, v, tokens=tokens, window=window, causal=causal, softcap=softcap, scale=scale, chunk=chunk)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        o, saved = torch.empty_like(q), q.new_empty(saved_bytes, dtype=torch.uint8)
+        o, kept = torch.empty_like(q), q.new_empty(saved, dtype=torch.uint8)
+        check_saved(u, rank, kept)
         u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), cu_seqlens=borders(cu_seqlens))
-        u.save(rank, saved.data_ptr())
-        return o, saved
+        u.save(rank, kept.data_ptr())
+        return o, kept
 
 
-def backward(dout, o, q, k, v, saved, cu_seqlens, number, rank):  # pylint: disable=too-many-positional-arguments
+def check_saved(u, rank, kept):
+    if kept.numel() * kept.element_size() < u.saved_bytes(rank):
+        raise Error(f'{kept.numel()} bytes for what a forward leaves; rank {rank} needs {u.saved_bytes(rank)}')
+
+
+def backward(dout, o, q, k, v, kept, cu_seqlens, tokens, window, causal, softcap, scale, chunk, number, rank):  # pylint: disable=too-many-positional-arguments
     """dQ, dK, dV."""
     with one_call(number, rank) as u:
-        check(u, rank, u.desc.heads, dout=dout, o=o, q=q)
-        check(u, rank, u.desc.kv_heads, k=k, v=v)
-        check_saved(u, rank, saved.numel() * saved.element_size())
+        describe(u, rank, q, k, v, tokens=tokens, window=window, causal=causal, softcap=softcap, scale=scale, chunk=chunk)
+        check(u, q.dtype, tuple(q.shape), 'q', dout=dout, o=o)
+        check_saved(u, rank, kept)
         dout, o, q, k, v = (t.contiguous() for t in (dout, o, q, k, v))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        u.restore(rank, saved.data_ptr())
+        u.restore(rank, kept.data_ptr())
         u.qkv_bwd(rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), cu_seqlens=borders(cu_seqlens))
         return dq, dk, dv
 
 
 def keep(ctx, inputs, output):
-    q, k, v, cu_seqlens, *_, ctx.number, ctx.rank, _ = inputs
-    o, saved = output
-    ctx.save_for_backward(o, q, k, v, saved, cu_seqlens)
+    q, k, v, cu_seqlens, *call, _, number, rank = inputs
+    ctx.call = (*call, number, rank)
+    ctx.save_for_backward(output[0], q, k, v, output[1], cu_seqlens)
 
 
 def gradients(ctx, dout, _=None):
-    return *backward_op(dout, *ctx.saved_tensors, ctx.number, ctx.rank), *8 * [None]
+    return *backward_op(dout, *ctx.saved_tensors, *ctx.call), *10 * [None]
 
 
 def no_gradients(ctx, *_):
@@ -122,64 +134,43 @@ def packed_like(t):
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-if hasattr(torch.library, 'custom_op'):
-    forward_op = torch.library.custom_op(
-        'upipe::attention', forward, mutates_args=(),
-        schema='(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, bool? causal, int? window, float? softcap, float? scale, '
-        'int number, int rank, int saved_bytes) -> (Tensor, Tensor)')
-    forward_op.register_fake(lambda q, k, v, cu_seqlens, causal, window, softcap, scale, number, rank, saved_bytes:
-                             (packed_like(q), q.new_empty(saved_bytes, dtype=torch.uint8)))
-    forward_op.register_autograd(gradients, setup_context=keep)
-    backward_op = torch.library.custom_op(
-        'upipe::attention_backward', backward, mutates_args=(),
-        schema='(Tensor dout, Tensor o, Tensor q, Tensor k, Tensor v, Tensor saved, Tensor? cu_seqlens, int number, int rank) '
-        '-> (Tensor, Tensor, Tensor)')
-    backward_op.register_fake(lambda dout, o, q, k, v, saved, cu_seqlens, number, rank:
-                              (packed_like(q), packed_like(k), packed_like(v)))
-    backward_op.register_autograd(no_gradients)
-else:
-    class ContextAttention(torch.autograd.Function):  # pylint: disable=abstract-method
-        @staticmethod
-        def forward(ctx, *inputs):  # pylint: disable=arguments-differ
-            output = forward(*inputs)
-            keep(ctx, inputs, output)
-            return output[0]
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, dout):  # pylint: disable=arguments-differ
-            return gradients(ctx, dout)
-
-    forward_op, backward_op = lambda *inputs: (ContextAttention.apply(*inputs), None), backward
+CALL = 'Tensor? cu_seqlens, SymInt? tokens, SymInt? window, bool? causal, float? softcap, float? scale, int? chunk'
+forward_op = torch.library.custom_op('upipe::attention', forward, mutates_args=(), schema=(
+    f'(Tensor q, Tensor k, Tensor v, {CALL}, SymInt saved, int number, int rank) -> (Tensor, Tensor)'))
+forward_op.register_fake(lambda q, k, v, cu_seqlens, tokens, window, causal, softcap, scale, chunk, saved, number, rank:
+                         (packed_like(q), q.new_empty(saved, dtype=torch.uint8)))
+forward_op.register_autograd(gradients, setup_context=keep)
+backward_op = torch.library.custom_op('upipe::attention_backward', backward, mutates_args=(), schema=(
+    f'(Tensor dout, Tensor o, Tensor q, Tensor k, Tensor v, Tensor kept, {CALL}, int number, int rank) -> (Tensor, Tensor, Tensor)'))
+backward_op.register_fake(lambda dout, o, q, k, v, *_: (packed_like(q), packed_like(k), packed_like(v)))
+backward_op.register_autograd(no_gradients)
 
 
 def autocast_dtype(device):
     """Of torch.autocast around this call; None: there is none."""
-    if not hasattr(torch, 'get_autocast_dtype'):
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def attention(u, rank, q, k, v, *, cu_seqlens=None, causal=None, window=None, softcap=None, scale=None):
+def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, window=None, softcap=None, scale=None, chunk=None):
     """O of this rank's tokens.
 
-    q           [batch][rows][heads][head_dim] of the handle's type where it computes, rows of u.rows(rank); k, v with kv_heads; steps
-                as they are. Under torch.autocast they are cast first
+    q           [batch][rows][heads][head_dim], of this rank's rows of so many tokens; k, v with their own heads. torch.float32 or
+                torch.bfloat16; under torch.autocast they are cast first. Strides as they are
+    tokens      of a sequence, on all ranks. None, here and below: as in the handle's open
     cu_seqlens  flash-attention's borders of packed sequences, over the rows of the flattened batch, in which sequence b begins at
                 b * tokens: from 0 to batch * tokens, and none within two sequences of the batch; a tensor of integers or a list,
-                the same on all ranks; []: none; None: what u.pack() has said
-    causal, window, softcap, scale  the handle's; one that is given and differs is refused
+                the same on all ranks; (): none
+    causal, window, softcap, scale, chunk  as upipe_abi.h says, the same on all ranks
     out         as q, packed
-    upipe_abi.Error with a sentence: for tensors of another type, device or shape, a handle that is closed or a forked parent's, a
-    rank that is not here, all ranks on one thread, and what another rank has failed with. It releases the other ranks, and the
-    handle can then only be closed
+    upipe_abi.Error with a sentence: for tensors of another type, device or shape, ranks whose calls differ, a handle that is closed
+    or a forked parent's, a rank that is not here, all ranks on one thread, and what another rank has failed with. It releases the
+    other ranks, and the handle can then only be closed
     """
     dtype = autocast_dtype(q.device.type)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    if cu_seqlens is None:
-        cu_seqlens = u.packed.get(rank, [])
-    cu_seqlens = torch.as_tensor(cu_seqlens) if len(cu_seqlens) > 0 else None
+    borders_of = torch.as_tensor(cu_seqlens) if len(cu_seqlens) > 0 else None
+    saved = saved_bytes(u, rank, u.tokens if tokens is None else tokens, q.shape[0], q.shape[2]) if q.dim() == 4 else 0
     # a slice of a fused projection is copied once, for forward and backward
-    return forward_op(q.contiguous(), k.contiguous(), v.contiguous(), cu_seqlens, causal, window, softcap, scale, u.number, rank,
-                      u.saved_bytes.get(rank, 0))[0]
+    return forward_op(q.contiguous(), k.contiguous(), v.contiguous(), borders_of, tokens, window, causal, softcap, scale, chunk, saved,
+                      u.number, rank)[0]

@@ -13,13 +13,13 @@ and soft-caps. A rank sees its tokens with the positions that they have in the w
 mixes tokens is refused at its first call: convolutions, state spaces, linear attention, attention of its own.
 """
 
+import ctypes
 import re
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from upipe_abi import Error
-from upipe_torch import DTYPES, attention, autocast_dtype
 
 IGNORED = -100  # transformers' label of a token without a loss
 # Of the positions that shard() gives. A model that is given none makes its own, of torch.int64, and rank 0's are even right: by
@@ -78,16 +78,23 @@ def mixers(module, where=''):
             yield from mixers(part, f'{where}{name}.')
 
 
+def object_at(address):
+    """Of an object that lives: torch.compile passes numbers alone to what it calls while it traces."""
+    return ctypes.cast(address, ctypes.py_object).value
+
+
 @torch.compiler.assume_constant_result
-def check_model(model):
+def check_model(address):
     """SERVED before the model's call."""
+    model = object_at(address)
     for what in mixers(model):
         raise Error(f'{type(model).__name__} is not served: {what} mixes the tokens that a rank has, and is no attention')
     return SERVED[0]
 
 
 @torch.compiler.assume_constant_result
-def check_served(model, before):
+def check_served(address, before):
+    model = object_at(address)
     if SERVED[0] == before:
         raise Error(f'{type(model).__name__} has called no attention of register(): its attn_implementation is '
                     f'{model.config._attn_implementation}, or what mixes tokens is its own')  # pylint: disable=protected-access
@@ -97,13 +104,18 @@ def call_model(model, *args, **kwargs):
     """A model's call, with or without what shard() returns."""
     if 'team_tokens' not in kwargs:
         return torch.nn.Module.__call__(model, *args, **kwargs)
-    before = check_model(model)
+    before = check_model(id(model))
     out = torch.nn.Module.__call__(model, *args, **kwargs)
-    check_served(model, before)
+    check_served(id(model), before)
     return out
 
 
 PreTrainedModel.__call__ = call_model
+
+
+@torch.compiler.assume_constant_result
+def serve():
+    SERVED[0] += 1
 
 
 def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
@@ -146,21 +158,11 @@ def register(team, name='upipe'):
             whole = (cu_seq_lens_q[0] == 0) & (cu_seq_lens_q[-1] == team_tokens)
             torch._assert_async((position_ids == own).all() & whole,  # pylint: disable=protected-access
                                 "position_ids and cu_seq_lens_q are not those of this rank's tokens: take shard()'s")
-        dtype = autocast_dtype(query.device.type) or query.dtype
-        if dtype not in DTYPES:
-            raise Error(f'{dtype} is not served: torch.float32 and torch.bfloat16 are')
-        u = opened(tokens=team_tokens, batch=query.shape[0], heads=query.shape[1], kv_heads=key.shape[1],
-                        head_dim=query.shape[3], causal=int(module.is_causal if is_causal is None else is_causal),
-                        window=sliding_window or 0, scale=scaling or 0.0, softcap=softcap or 0.0,
-                        dtype=DTYPES.index(dtype))
-        packed = cu_seq_lens_q if len(cu_seq_lens_q) > 2 else []
-        return attention(u, team.rank, *(t.transpose(1, 2) for t in (query, key, value)), cu_seqlens=packed), None
-
-    @torch.compiler.assume_constant_result
-    def opened(**desc):
-        """A handle is the same each time, so that torch.compile may open it while it traces."""
-        SERVED[0] += 1
-        return team.handle(**desc)
+        serve()
+        return team.attention(*(t.transpose(1, 2) for t in (query, key, value)), tokens=team_tokens,
+                              cu_seqlens=cu_seq_lens_q if len(cu_seq_lens_q) > 2 else (),
+                              causal=bool(module.is_causal if is_causal is None else is_causal), window=sliding_window or 0,
+                              scale=scaling or 0.0, softcap=softcap or 0.0), None
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, own_mask)
