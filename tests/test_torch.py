@@ -208,17 +208,19 @@ def test_narrow():
     check(all(torch.equal(a, b) for a, b in zip(*got.values())), 'under autocast there are other bits than in bf16')
 
 
-def masked(q, k, v, desc, mask):
-    """Dense attention under a mask [batch][tokens][tokens], with the handle's scale and soft-cap."""
+def masked(q, k, v, sinks, desc, mask):
+    """Dense attention under a mask [batch][tokens][tokens], with a scale and a soft-cap."""
     groups, cap = desc['heads'] // desc['kv_heads'], desc['softcap']
     q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
     scores = q @ k.transpose(2, 3) * (desc['scale'] or desc['head_dim']**-0.5)
-    scores = cap * torch.tanh(scores / cap) if cap else scores
-    return (scores.masked_fill(~mask[:, None], float('-inf')).softmax(3) @ v).transpose(1, 2)
+    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask[:, None], float('-inf'))
+    more = [] if sinks is None else [sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)]
+    return (torch.cat([scores, *more], 3).softmax(3)[..., :k.shape[2]] @ v).transpose(1, 2)
 
 
-def one_draw(seed):
-    """Every option beside every other one, packed sequences in batches too."""
+def one_draw(seed, teams):
+    """Every option beside every other one, packed sequences in batches too; by a handle of its own, or by a team that has had
+    other descriptions."""
     draw = random.Random(seed)
     desc, borders = draw_call(draw)
     torch.manual_seed(seed)
@@ -226,22 +228,42 @@ def one_draw(seed):
     mask = torch.tensor([[[sees(desc, borders, b, i, j) for j in range(tokens)] for i in range(tokens)] for b in range(desc['batch'])])
     *inputs, dout = [torch.randn(desc['batch'], tokens, desc[heads], desc['head_dim']).to(dtype)
                      for heads in ('heads', 'kv_heads', 'kv_heads', 'heads')]
-    exact = own_gradients([t.double() for t in inputs], dout.double(), lambda *t: masked(*t, desc, mask))
-    rounded = own_gradients(inputs, dout, lambda *t: masked(*t, desc, mask))
-    got = [torch.full_like(t, float('nan')) for t in (inputs[0], *inputs)]
-    u = Attention(LIBRARY, **desc)
+    sinks = [torch.randn(desc['heads'])] * draw.randint(0, 1)
+    call = [*inputs, *sinks]
+    exact = own_gradients([t.double() for t in call], dout.double(), lambda *t: masked(*t[:3], t[3] if sinks else None, desc, mask))
+    rounded = own_gradients(call, dout, lambda *t: masked(*t[:3], t[3] if sinks else None, desc, mask))
+    got = [torch.full_like(t, float('nan')) for t in (inputs[0], *inputs)] + [torch.zeros_like(t) for t in sinks]
     packed = draw.choice((borders, torch.tensor(borders, dtype=draw.choice((torch.int32, torch.int64)))))
+    team = {name: desc[name] for name in ('ranks', 'ring', 'ring_mode', 'ring_inner', 'layout') if name in desc}
+    own, reentrant = draw.randint(0, 1), draw.choice((None, True, False))
+    said = {} if own else {**{name: desc[name] for name in ('tokens', 'window', 'softcap', 'scale', 'chunk')}, 'causal': bool(desc['causal'])}
+    key = str(team)
+    if not own and key not in teams:
+        teams[key] = Attention(LIBRARY, **team)
+    u = Attention(LIBRARY, **desc) if own else teams[key]
 
     def rank_main(rank):
+        u.describe(rank, **desc)
         rows = u.positions(rank)
-        for whole, part in zip(got, own_gradients([t[:, rows] for t in inputs], dout[:, rows],
-                                                  lambda *t: attention(u, rank, *t, cu_seqlens=packed))):
-            whole[:, rows] = part
 
+        def body(q, k, v, more=None):
+            return attention(u, rank, q, k, v, cu_seqlens=packed, sinks=more, **said)
+
+        found = own_gradients([t[:, rows] for t in inputs] + sinks, dout[:, rows],
+                              body if reentrant is None else lambda *t: checkpoint(body, *t, use_reentrant=reentrant))
+        for whole, part in zip(got[:4], found):
+            whole[:, rows] = part
+        dsinks[rank] = found[4:]
+
+    dsinks = [None] * u.ranks
     u.run(rank_main)
-    u.close()
+    if own:
+        u.close()
+    for parts in dsinks:
+        for whole, part in zip(got[4:], parts):
+            whole += part
     # of so few numbers PyTorch's error may be small by chance
-    compare(f'{desc}, borders {borders}', ('o', 'dq', 'dk', 'dv'), got, rounded, exact, 5e-6)
+    compare(f'{desc}, borders {borders}', ('o', 'dq', 'dk', 'dv', 'dsinks'), got, rounded, exact, 5e-6)
 
 
 def refused(words, what):
@@ -265,7 +287,7 @@ def test_refused():
     refused_of('q is torch.bfloat16', lambda u: attention(u, 0, q.bfloat16(), q, q))
     # the operator of a tensor without data has no call of the library
     refused_of('k is torch.float32 on meta; q is torch.float32, and the handle on cpu',
-               lambda u: upipe_torch.forward(q, q.to('meta'), q, *7 * [None], 10000, u.number, 0))
+               lambda u: upipe_torch.forward(q, q.to('meta'), q, *8 * [None], 10000, u.number, 0))
     refused_of('v is (1, 37, 1, 32)', lambda u: attention(u, 0, q, q, q[:, :, :1]))
     swapped = q.transpose(1, 2)  # as scaled_dot_product_attention takes it
     refused_of('q is (1, 2, 37, 32)', lambda u: attention(u, 0, swapped, swapped, swapped))
@@ -328,7 +350,7 @@ def test_operators():
     torch.manual_seed(4)
     tensors, borders = [torch.randn(1, TOKENS, h, DIM) for h in (4, 2, 2)], torch.tensor([0, 5, TOKENS])
     u = Attention(LIBRARY, tokens=TOKENS, heads=4, kv_heads=2, head_dim=DIM, causal=1)
-    call = (borders, TOKENS, None, True, None, None, None)
+    call = (torch.randn(4), borders, TOKENS, None, True, None, None, None)
     options = (*call, upipe_torch.saved_bytes(u, 0, TOKENS, 1, 4), u.number, 0)
     torch.library.opcheck(torch.ops.upipe.attention.default, (*(t.clone().requires_grad_(True) for t in tensors), *options))
     o, saved = torch.ops.upipe.attention(*tensors, *options)
@@ -400,8 +422,11 @@ def test_mpi(library, mpirun):
 
 
 def test_drawn():
+    teams = {}
     for seed in draws(4):
-        one_draw(seed)
+        one_draw(seed, teams)
+    for u in teams.values():
+        u.close()
 
 
 def main():

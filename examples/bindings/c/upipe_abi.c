@@ -27,6 +27,8 @@ typedef struct abi_rank {
     upipe_saved *saved; /* [layers] */
     int64_t *cu_seqlens;
     int64_t sequences;
+    const float *sinks; /* the caller's, as dsinks */
+    float *dsinks;
     abi_compute compute;
     char busy; /* atomic: in a call */
 } abi_rank;
@@ -102,6 +104,8 @@ static upipe_qkv abi_masked(const abi_rank *r)
     a.plan = &r->plan, a.scale = d->scale, a.mask.causal = d->causal, a.mask.window = d->window;
     a.mask.softcap = d->softcap, a.mask.borders.cu_seqlens = r->cu_seqlens,
     a.mask.borders.cu_seqlens_n = r->sequences;
+    a.mask.sinks = r->sinks;
+    a.id = 1; /* sinks may be elsewhere in the backward: a host's graph may have moved them */
     return a;
 }
 
@@ -153,7 +157,8 @@ static upipe_status abi_dry(int rank, const upipe_ops *ops, abi_rank *r, upipe_d
     *err = dry->ctx.err;
     UPIPE_TRY(err->status);
     a = abi_call(r, &none, &none, &none, &none);
-    g.dout = g.dq = a.q, g.dk = a.k, g.dv = a.v, g.dsinks = NULL;
+    a.mask.sinks = g.dsinks = &none; /* no call takes more */
+    g.dout = g.dq = a.q, g.dk = a.k, g.dv = a.v;
     for (i = 0; i < desc->layers && dry->ctx.err.status == UPIPE_OK; ++i)
         upipe_qkv_fwd(&dry->ctx, &a, &r->saved[i]);
     while (--i >= 0 && dry->ctx.err.status == UPIPE_OK) upipe_qkv_bwd(&dry->ctx, &a, &g, &r->saved[i]);
@@ -192,13 +197,12 @@ static upipe_status abi_rank_plan(abi_rank *r, int rank, const upipe_abi_desc *d
 static upipe_status abi_rank_open(abi *u, int rank, const upipe_abi_desc *desc, upipe_dry *dry,
                                   upipe_err *err)
 {
-    const upipe_abi_desc team = {
-        .ranks = desc->ranks, .ring = desc->ring, .batch = desc->batch, .layers = 1}; /* and no tokens */
+    const int team = desc->tokens == 0 && desc->heads == 0 && desc->head_dim == 0;
     abi_rank *r = &u->rank[rank - u->team.first];
     UPIPE_TRY(abi_compute_open(&r->compute, err));
     r->ctx.ops = &r->compute.ops, r->ctx.mem = &r->mem;
     abi_team_use(&u->team, rank, &r->ctx);
-    return memcmp(desc, &team, sizeof team) == 0 ? UPIPE_OK : abi_rank_plan(r, rank, desc, dry, err);
+    return team ? UPIPE_OK : abi_rank_plan(r, rank, desc, dry, err);
 }
 
 /* A slab that others may still read is left to them. */
@@ -284,7 +288,7 @@ int upipe_abi_can(const char *name)
 {
     static const char *const names[] = {
         "f32",  "bf16",   "window",  "softcap", "cu_seqlens", "threads",
-        "ring", "zigzag", "striped", "fused",   "sbh3d",
+        "ring", "zigzag", "striped", "fused",   "sbh3d",      "sinks",
 #ifdef UPIPE_WITH_CUDA
         "cuda",
 #else
@@ -517,6 +521,16 @@ int upipe_abi_pack(upipe_abi *handle, int rank, const int64_t *cu_seqlens, int64
     return abi_end(r, UPIPE_OK);
 }
 
+int upipe_abi_sinks(upipe_abi *handle, int rank, const float *sinks, float *dsinks)
+{
+    abi *u = abi_of(handle);
+    abi_rank *r = abi_rank_of(u, rank);
+    if (r == NULL) return abi_nobody(u, rank);
+    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    r->sinks = sinks, r->dsinks = dsinks;
+    return abi_end(r, UPIPE_OK);
+}
+
 int upipe_abi_stream(upipe_abi *handle, int rank, void *stream)
 {
     abi *u = abi_of(handle);
@@ -553,7 +567,9 @@ static upipe_status abi_fits(abi_rank *r, const upipe_qkv *a, const upipe_qkv_gr
              {"dout", g != NULL ? g->dout.data : NULL},
              {"dq", g != NULL ? g->dq.data : NULL},
              {"dk", g != NULL ? g->dk.data : NULL},
-             {"dv", g != NULL ? g->dv.data : NULL}};
+             {"dv", g != NULL ? g->dv.data : NULL},
+             {"sinks", a->mask.sinks},
+             {"dsinks", g != NULL ? g->dsinks : NULL}};
     size_t i;
     UPIPE_TRY(abi_compute_here(&r->compute, &r->ctx.err));
     for (i = 0; i < sizeof t / sizeof *t; ++i)
@@ -573,9 +589,10 @@ static int abi_fwd(abi_rank *r, int layer, const upipe_qkv *a)
     return abi_end(r, upipe_qkv_fwd(&r->ctx, a, &r->saved[layer]));
 }
 
-static int abi_bwd(abi_rank *r, int layer, const upipe_qkv *a, const upipe_qkv_grads *g)
+static int abi_bwd(abi_rank *r, int layer, const upipe_qkv *a, upipe_qkv_grads *g)
 {
     upipe_status s;
+    g->dsinks = r->dsinks;
     if (layer < 0 || layer >= r->desc.layers)
         return abi_refuse(
             r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "backward %d of %d", layer, (int)r->desc.layers));

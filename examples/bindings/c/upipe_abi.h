@@ -72,7 +72,7 @@ typedef struct upipe_abi upipe_abi;
 /* UPIPE_VERSION of the library: 100 for 0.1.0. */
 UPIPE_ABI_API int upipe_abi_version(void);
 /* 1 for a name of what this library has, else 0: "f32" "bf16" "window" "softcap" "cu_seqlens" "threads" "ring" "zigzag"
- * "striped" "fused" "sbh3d"; "cpu" and "sockets", or "cuda"; "mpi" and "nccl" if it was built with them. */
+ * "striped" "fused" "sbh3d" "sinks"; "cpu" and "sockets", or "cuda"; "mpi" and "nccl" if it was built with them. */
 UPIPE_ABI_API int upipe_abi_can(const char *name);
 /* Bytes of the slab that a rank of this description will have, before any is taken; -1: why says it. */
 UPIPE_ABI_API int64_t upipe_abi_need(const upipe_abi_desc *desc, int rank, char *why, size_t why_bytes);
@@ -85,8 +85,8 @@ UPIPE_ABI_API upipe_abi *upipe_abi_open_sockets(const upipe_abi_desc *desc, int 
 /* The rank's calls from now on are of this description, with the handle's ranks and ring; all ranks say the same. So one
  * handle, with its sockets, does for all lengths, batches and masks. The slab grows where it must, and stays as large. No
  * forward is before its backward, but those that were saved: these are restored under the description that they were made
- * with. It has no packed sequences yet. A handle that was opened with ranks and ring alone, and 0 tokens, has no slab, and
- * no calls before this one. */
+ * with. It has no packed sequences yet. A handle that was opened with 0 tokens, heads and head_dim is a team alone: it has no
+ * slab, and no calls before this one. */
 UPIPE_ABI_API int upipe_abi_describe(upipe_abi *u, int rank, const upipe_abi_desc *desc);
 UPIPE_ABI_API int64_t upipe_abi_rows(const upipe_abi *u, int rank, int64_t *first);
 /* The rank's calls from now on have n packed sequences, cu_seqlens [n + 1], the same on all ranks; NULL and 0: none. These
@@ -95,6 +95,10 @@ UPIPE_ABI_API int64_t upipe_abi_rows(const upipe_abi *u, int rank, int64_t *firs
  * empty, but behind the end there is none. All else is refused, so that padding is a packed sequence too, and none of an
  * array is read behind its end, whatever n is. The numbers are copied. A backward has those of its forward. */
 UPIPE_ABI_API int upipe_abi_pack(upipe_abi *u, int rank, const int64_t *cu_seqlens, int64_t n);
+/* The rank's calls from now on have these sinks, f32 [heads]: a logit in each head's softmax that has no value. A backward adds
+ * the gradients of the heads that this rank has computed to dsinks, f32 [heads]: summed over the ranks they are all of them.
+ * dsinks NULL: not wanted; sinks NULL: none. Both stay the caller's, where the tensors are. */
+UPIPE_ABI_API int upipe_abi_sinks(upipe_abi *u, int rank, const float *sinks, float *dsinks);
 UPIPE_ABI_API int upipe_abi_qkv_fwd(upipe_abi *u, int rank, int layer, void *o, const void *q, const void *k,
                                     const void *v);
 UPIPE_ABI_API int upipe_abi_qkv_bwd(upipe_abi *u, int rank, int layer, void *dq, void *dk, void *dv,

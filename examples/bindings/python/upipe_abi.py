@@ -94,6 +94,7 @@ class Attention:
             getattr(self.lib, 'upipe_abi_' + function).restype = ctypes.c_int64
             getattr(self.lib, 'upipe_abi_' + function).argtypes = [p, i]
         self.lib.upipe_abi_rows.argtypes = self.lib.upipe_abi_positions.argtypes = [p, i, ctypes.POINTER(ctypes.c_int64)]
+        self.lib.upipe_abi_sinks.argtypes = [p, i, p, p]
         self.lib.upipe_abi_qkv_fwd.argtypes = [p, i, i] + 4 * [p]
         self.lib.upipe_abi_qkv_bwd.argtypes = [p, i, i] + 8 * [p]
         self.lib.upipe_abi_drop.argtypes = [p, i, i]
@@ -167,13 +168,20 @@ class Attention:
                 raise Error(f'cu_seqlens holds {number}, which 64 bits do not hold')
         self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array or None, max(len(numbers) - 1, 0)))
 
-    def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=()):
-        """cu_seqlens: where packed sequences begin, and the end: flash-attention's borders over batch * tokens rows; (): none."""
+    def set_sinks(self, rank, sinks, dsinks=None):
+        self.ask(rank, self.lib.upipe_abi_sinks(self.of(rank), rank, sinks, dsinks))
+
+    def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=(), sinks=None):
+        """cu_seqlens: where packed sequences begin, and the end: flash-attention's borders over batch * tokens rows; (): none.
+        sinks: f32 [heads], or None."""
         self.set_borders(rank, cu_seqlens)
+        self.set_sinks(rank, sinks)
         self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank, layer), rank, layer, o, q, k, v))
 
-    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=()):
+    def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=(), sinks=None, dsinks=None):
+        """dsinks: f32 [heads], to which the gradients of the heads that this rank has computed are added; None: not wanted."""
         self.set_borders(rank, cu_seqlens)
+        self.set_sinks(rank, sinks, dsinks)
         self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank, layer), rank, layer, dq, dk, dv, dout, o, q, k, v))
 
     def drop(self, rank, layer=0):

@@ -47,7 +47,7 @@ def one_call(number, rank):
         raise
 
 
-def describe(u, rank, q, k, v, **asked):
+def describe(u, rank, q, k, v, sinks, **asked):
     """The call's description: what its tensors say, what it asks for, and for the rest that of the handle's open."""
     if q.dtype not in DTYPES:
         raise Error(f'q is {q.dtype}, which is not served: torch.float32 and torch.bfloat16 are')
@@ -59,6 +59,8 @@ def describe(u, rank, q, k, v, **asked):
     rows = u.rows(rank)[1]
     check(u, q.dtype, (batch, rows, heads, head_dim), f'rank {rank}', q=q)
     check(u, q.dtype, (batch, rows, k.shape[2], head_dim), f'rank {rank}', k=k, v=v)
+    if sinks is not None and (sinks.dtype != torch.float32 or sinks.device != q.device or tuple(sinks.shape) != (heads,)):
+        raise Error(f'sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; q has {heads} heads on {q.device}, and sinks are float32')
 
 
 def check(u, dtype, shape, whose, **tensors):
@@ -86,14 +88,19 @@ def saved_bytes(u, rank, tokens, batch, heads):
     return SAVED_HEAD + 4 * own * most * batch
 
 
-def forward(q, k, v, cu_seqlens, tokens, window, causal, softcap, scale, chunk, saved, number, rank):  # pylint: disable=too-many-positional-arguments
+def address(t):
+    return None if t is None else t.data_ptr()
+
+
+def forward(q, k, v, sinks, cu_seqlens, tokens, window, causal, softcap, scale, chunk, saved, number, rank):  # pylint: disable=too-many-positional-arguments
     """O, and what the backward needs of the forward, of `saved` bytes. The schema is below."""
     with one_call(number, rank) as u:
-        describe(u, rank, q, k, v, tokens=tokens, window=window, causal=causal, softcap=softcap, scale=scale, chunk=chunk)
+        describe(u, rank, q, k, v, sinks, tokens=tokens, window=window, causal=causal, softcap=softcap, scale=scale, chunk=chunk)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         o, kept = torch.empty_like(q), q.new_empty(saved, dtype=torch.uint8)
         check_saved(u, rank, kept)
-        u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), cu_seqlens=borders(cu_seqlens))
+        u.qkv_fwd(rank, o.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), cu_seqlens=borders(cu_seqlens),
+                  sinks=address(sinks))
         u.save(rank, kept.data_ptr())
         return o, kept
 
@@ -103,27 +110,34 @@ def check_saved(u, rank, kept):
         raise Error(f'{kept.numel()} bytes for what a forward leaves; rank {rank} needs {u.saved_bytes(rank)}')
 
 
-def backward(dout, o, q, k, v, kept, cu_seqlens, tokens, window, causal, softcap, scale, chunk, number, rank):  # pylint: disable=too-many-positional-arguments
-    """dQ, dK, dV."""
+def backward(dout, o, q, k, v, kept, sinks, cu_seqlens, tokens, window, causal, softcap, scale, chunk, number, rank):  # pylint: disable=too-many-positional-arguments
+    """dQ, dK, dV, and of the sinks' gradients those of the heads that this rank has computed, the others 0; [0]: there are none."""
     with one_call(number, rank) as u:
-        describe(u, rank, q, k, v, tokens=tokens, window=window, causal=causal, softcap=softcap, scale=scale, chunk=chunk)
+        describe(u, rank, q, k, v, sinks, tokens=tokens, window=window, causal=causal, softcap=softcap, scale=scale, chunk=chunk)
         check(u, q.dtype, tuple(q.shape), 'q', dout=dout, o=o)
         check_saved(u, rank, kept)
         dout, o, q, k, v = (t.contiguous() for t in (dout, o, q, k, v))
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         u.restore(rank, kept.data_ptr())
-        u.qkv_bwd(rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), cu_seqlens=borders(cu_seqlens))
-        return dq, dk, dv
+        dsinks = no_sinks(q) if sinks is None else torch.zeros_like(sinks)
+        u.qkv_bwd(rank, *(t.data_ptr() for t in (dq, dk, dv, dout, o, q, k, v)), cu_seqlens=borders(cu_seqlens),
+                  sinks=address(sinks), dsinks=None if sinks is None else dsinks.data_ptr())
+        return dq, dk, dv, dsinks
+
+
+def no_sinks(q):
+    return q.new_empty(0, dtype=torch.float32)
 
 
 def keep(ctx, inputs, output):
-    q, k, v, cu_seqlens, *call, _, number, rank = inputs
+    q, k, v, sinks, cu_seqlens, *call, _, number, rank = inputs
     ctx.call = (*call, number, rank)
-    ctx.save_for_backward(output[0], q, k, v, output[1], cu_seqlens)
+    ctx.save_for_backward(output[0], q, k, v, output[1], sinks, cu_seqlens)
 
 
 def gradients(ctx, dout, _=None):
-    return *backward_op(dout, *ctx.saved_tensors, *ctx.call), *10 * [None]
+    *found, dsinks = backward_op(dout, *ctx.saved_tensors, *ctx.call)
+    return *found, dsinks if ctx.needs_input_grad[3] else None, *10 * [None]
 
 
 def no_gradients(ctx, *_):
@@ -134,15 +148,16 @@ def packed_like(t):
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-CALL = 'Tensor? cu_seqlens, SymInt? tokens, SymInt? window, bool? causal, float? softcap, float? scale, int? chunk'
+CALL = 'Tensor? sinks, Tensor? cu_seqlens, SymInt? tokens, SymInt? window, bool? causal, float? softcap, float? scale, int? chunk'
 forward_op = torch.library.custom_op('upipe::attention', forward, mutates_args=(), schema=(
     f'(Tensor q, Tensor k, Tensor v, {CALL}, SymInt saved, int number, int rank) -> (Tensor, Tensor)'))
-forward_op.register_fake(lambda q, k, v, cu_seqlens, tokens, window, causal, softcap, scale, chunk, saved, number, rank:
+forward_op.register_fake(lambda q, k, v, sinks, cu_seqlens, tokens, window, causal, softcap, scale, chunk, saved, number, rank:
                          (packed_like(q), q.new_empty(saved, dtype=torch.uint8)))
 forward_op.register_autograd(gradients, setup_context=keep)
 backward_op = torch.library.custom_op('upipe::attention_backward', backward, mutates_args=(), schema=(
-    f'(Tensor dout, Tensor o, Tensor q, Tensor k, Tensor v, Tensor kept, {CALL}, int number, int rank) -> (Tensor, Tensor, Tensor)'))
-backward_op.register_fake(lambda dout, o, q, k, v, *_: (packed_like(q), packed_like(k), packed_like(v)))
+    f'(Tensor dout, Tensor o, Tensor q, Tensor k, Tensor v, Tensor kept, {CALL}, int number, int rank) -> (Tensor, Tensor, Tensor, Tensor)'))
+backward_op.register_fake(lambda dout, o, q, k, v, kept, sinks, *_: (
+    packed_like(q), packed_like(k), packed_like(v), no_sinks(q) if sinks is None else torch.empty_like(sinks)))
 backward_op.register_autograd(no_gradients)
 
 
@@ -151,7 +166,7 @@ def autocast_dtype(device):
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, window=None, softcap=None, scale=None, chunk=None):
+def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, window=None, softcap=None, scale=None, chunk=None, sinks=None):
     """O of this rank's tokens.
 
     q           [batch][rows][heads][head_dim], of this rank's rows of so many tokens; k, v with their own heads. torch.float32 or
@@ -161,6 +176,8 @@ def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, wind
                 b * tokens: from 0 to batch * tokens, and none within two sequences of the batch; a tensor of integers or a list,
                 the same on all ranks; (): none
     causal, window, softcap, scale, chunk  as upipe_abi.h says, the same on all ranks
+    sinks       [heads], a logit in each head's softmax that has no value; its gradient is of the heads that this rank has computed, so
+                that the sum over the ranks is all of it. None: none
     out         as q, packed
     upipe_abi.Error with a sentence: for tensors of another type, device or shape, ranks whose calls differ, a handle that is closed
     or a forked parent's, a rank that is not here, all ranks on one thread, and what another rank has failed with. It releases the
@@ -172,5 +189,5 @@ def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, wind
     borders_of = torch.as_tensor(cu_seqlens) if len(cu_seqlens) > 0 else None
     saved = saved_bytes(u, rank, u.tokens if tokens is None else tokens, q.shape[0], q.shape[2]) if q.dim() == 4 else 0
     # a slice of a fused projection is copied once, for forward and backward
-    return forward_op(q.contiguous(), k.contiguous(), v.contiguous(), borders_of, tokens, window, causal, softcap, scale, chunk, saved,
-                      u.number, rank)[0]
+    return forward_op(q.contiguous(), k.contiguous(), v.contiguous(), None if sinks is None else sinks.float().contiguous(), borders_of,
+                      tokens, window, causal, softcap, scale, chunk, saved, u.number, rank)[0]

@@ -120,7 +120,7 @@ def serve():
 
 def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
     """What the library would compute otherwise, or not at all."""
-    what = [name for name in ('position_bias', 's_aux', 'head_mask', 'block_table') if more.get(name) is not None]
+    what = [name for name in ('position_bias', 'head_mask', 'block_table') if more.get(name) is not None]
     if attention_mask is not None:
         raise Error('attention_mask is not served: shard() drops one that hides nothing')
     if dropout:
@@ -150,7 +150,7 @@ def register(team, name='upipe'):
     """From now on attn_implementation=name is the library's, on this team."""
 
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
-               is_causal=None, position_ids=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, **more):
+               is_causal=None, position_ids=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, s_aux=None, **more):
         check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more)
         if module.layer_idx == 0 and position_ids is not None:
             first, count = team.rows(team_tokens)
@@ -162,7 +162,7 @@ def register(team, name='upipe'):
         return team.attention(*(t.transpose(1, 2) for t in (query, key, value)), tokens=team_tokens,
                               cu_seqlens=cu_seq_lens_q if len(cu_seq_lens_q) > 2 else (),
                               causal=bool(module.is_causal if is_causal is None else is_causal), window=sliding_window or 0,
-                              scale=scaling or 0.0, softcap=softcap or 0.0), None
+                              scale=scaling or 0.0, softcap=softcap or 0.0, sinks=s_aux), None
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, own_mask)
