@@ -41,23 +41,24 @@ def floats(values):
     return (ctypes.c_float * len(values))(*values)
 
 
-def oracle(*tensors, borders=(), **more):
-    """O, dQ, dK, dV in f64 of q, k, v and dout, of a handle of SIZES and `more`; flat lists [batch][tokens][heads][head_dim].
-    borders: of packed sequences."""
+def oracle(*tensors, borders=(), sinks=None, **more):
+    """O, dQ, dK, dV in f64 of q, k, v and dout, of a handle of SIZES and `more`; flat lists [batch][tokens][heads][head_dim]; and
+    the sinks' gradients. borders: of packed sequences."""
     desc = {**SIZES, **more}
     batch, tokens, dim = desc.get('batch', 1), desc['tokens'], desc['head_dim']
     scale = desc.get('scale') or dim**-0.5
     q, k, v, dout = (np.array(t).reshape(batch, tokens, -1, dim).swapaxes(1, 2) for t in tensors)
     sees = visible(batch, tokens, desc['causal'], desc.get('window'), borders)[:, None]
-    kept = attend(q, k, v, scale, sees, desc.get('softcap'))
-    return [t.swapaxes(1, 2).ravel().tolist() for t in (kept[0], *attend_bwd(q, k, v, dout, scale, kept)[:3])]
+    kept = attend(q, k, v, scale, sees, desc.get('softcap'), None if sinks is None else np.array(sinks))
+    *found, dsinks = attend_bwd(q, k, v, dout, scale, kept)
+    return [*(t.swapaxes(1, 2).ravel().tolist() for t in (kept[0], *found)), dsinks.sum((0, 2, 3)).tolist()][:5 if sinks else 4]
 
 
-def run(abi, library, ranks, chunk, layers, borders=(), **more):
-    """O, dQ, dK, dV of each layer as flat lists; layers are tuples q, k, v, dout."""
+def run(abi, library, ranks, chunk, layers, borders=(), sinks=None, **more):
+    """O, dQ, dK, dV of each layer as flat lists, and the sinks' gradients where there are some; layers are tuples q, k, v, dout."""
     u = abi.Attention(library, tokens=TOKENS, ranks=ranks, heads=HEADS, kv_heads=KV, head_dim=DIM, chunk=chunk, causal=1,
                       layers=len(layers), **more)
-    results = [[[0.0] * len(t) for t in (q, q, k, v)] for q, k, v, dout in layers]
+    results = [[[0.0] * len(t) for t in (q, q, k, v, sinks or ())][:5 if sinks else 4] for q, k, v, dout in layers]
     floats, values = (halves, of_halves) if more.get('dtype') else (globals()['floats'], list)
 
     def body(rank):
@@ -66,10 +67,13 @@ def run(abi, library, ranks, chunk, layers, borders=(), **more):
         mine = [[floats(t[first * w:(first + count) * w]) for t, w in zip(layer, widths)] for layer in layers]
         out = [[floats([math.nan] * len(t)) for t in (m[0], m[0], m[1], m[2])] for m in mine]
         for n, (m, r) in enumerate(zip(mine, out)):
-            u.qkv_fwd(rank, r[0], m[0], m[1], m[2], layer=n, cu_seqlens=borders)
+            u.qkv_fwd(rank, r[0], m[0], m[1], m[2], layer=n, cu_seqlens=borders, sinks=sinks and floats(sinks))
         for n in reversed(range(len(layers))):
             (q, k, v, dout), (o, dq, dk, dv) = mine[n], out[n]
-            u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v, layer=n, cu_seqlens=borders)
+            dsinks = sinks and floats([0.0] * HEADS)
+            u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v, layer=n, cu_seqlens=borders, sinks=sinks and floats(sinks), dsinks=dsinks)
+            if sinks:
+                results[n][4] = [a + b for a, b in zip(results[n][4], dsinks)]
             for t, w, all_rows in zip(out[n], [HEADS * DIM, HEADS * DIM, KV * DIM, KV * DIM], results[n]):
                 all_rows[first * w:(first + count) * w] = values(t)
 
@@ -486,7 +490,7 @@ def asked(abi, library):
     u = abi.Attention(library, tokens=8, ranks=2, heads=4, head_dim=32, layers=3)
     lib, why = u.lib, ctypes.create_string_buffer(256)
     check(lib.upipe_abi_version() >= 100, f'version {lib.upipe_abi_version()}')
-    for name in 'cpu f32 bf16 window softcap cu_seqlens threads sockets ring zigzag striped fused sbh3d'.split():
+    for name in 'cpu f32 bf16 window softcap cu_seqlens threads sockets ring zigzag striped fused sbh3d sinks'.split():
         check(abi.can(library, name), name)
     check(not any(abi.can(library, name) for name in ('cuda', 'nccl', 'mpi')), 'it has what it was built without')
     check(lib.upipe_abi_can(b'teleport') == 0 and lib.upipe_abi_can(None) == 0, 'it has what there is not')
@@ -641,6 +645,12 @@ def masked(abi, library, layer):
             got = run(abi, library, ranks, 0, [layer], borders, softcap=softcap)[0]
             off = max(abs(a - b) for t, w in zip(got, want) for a, b in zip(t, w, strict=True))
             check(off < 5e-6, f'soft-cap {softcap}, sequences {borders}, C {ranks}: off by {off:.3g}')
+    sinks = [0.3 * head - 1 for head in range(HEADS)]
+    want = oracle(*layer, borders=(0, 5, TOKENS), softcap=2.0, sinks=sinks)
+    for ranks in 1, 3:
+        got = run(abi, library, ranks, 0, [layer], (0, 5, TOKENS), sinks, softcap=2.0)[0]
+        off = max(abs(a - b) for t, w in zip(got, want, strict=True) for a, b in zip(t, w, strict=True))
+        check(off < 5e-6, f'sinks, C {ranks}: off by {off:.3g}')
     narrow = [of_halves(halves(t)) for t in layer]
     want = oracle(*narrow)
     for ranks in 1, 3:
@@ -673,6 +683,8 @@ def misused(abi, library):
         check(lib.upipe_abi_rows(handle, rank, ctypes.byref(first)) == -1, f'rows of {handle}, rank {rank}')
         check(lib.upipe_abi_bytes(handle, rank) == -1, f'bytes of {handle}, rank {rank}')
         check(lib.upipe_abi_saved_bytes(handle, rank) == -1, f'saved bytes of {handle}, rank {rank}')
+        check(lib.upipe_abi_describe(handle, rank, ctypes.byref(u.desc)) != 0, f'description of {handle}, rank {rank}')
+        check(lib.upipe_abi_sinks(handle, rank, t, t) != 0, f'sinks of {handle}, rank {rank}')
         check(lib.upipe_abi_drop(handle, rank, 0) != 0, f'drop of {handle}, rank {rank}')
         check(lib.upipe_abi_save(handle, rank, 0, t) != 0, f'save of {handle}, rank {rank}')
         check(lib.upipe_abi_restore(handle, rank, 0, t) != 0, f'restore of {handle}, rank {rank}')
@@ -815,8 +827,8 @@ def main():
     if len(sys.argv) > 3:
         return in_mpi(abi, library, layers[0])
     for test, *more in ((same_bits, layers), (mistaken,), (out_of_range, layers[0]), (misused,), (asked,), (packed_wrongly,), (drawn,),
-                        (masked, layers[0]), (kept_elsewhere, layers[0]), (redescribed,), (described_wrongly,), (same_in_processes, layers), (rings, layers[0]),
-                        (sbh3d, layers[0]), (misplaced,), (closed_early,), (left,)):
+                        (masked, layers[0]), (kept_elsewhere, layers[0]), (redescribed,), (described_wrongly,),
+                        (same_in_processes, layers), (rings, layers[0]), (sbh3d, layers[0]), (misplaced,), (closed_early,), (left,)):
         run_test(test, abi, library, *more)
     return end('abi')
 

@@ -81,9 +81,7 @@ def test_model(team, name, more, position_ids, backend=None):
     own = run(**shard(team, ids, labels, position_ids))
     got = gradients(model, own.loss)
     team.sum_gradients(model)
-    loss = own.loss.detach()
-    team.sum(loss)
-    same(f'{what}: the loss', loss, plain.loss.detach())
+    same(f'{what}: the loss', team.sum(own.loss), plain.loss.detach())
     same(f'{what}: the logits', team.gather(own.logits), plain.logits.detach())
     equal(sorted(got), sorted(want), f'{what}: names')
     for one, gradient in want.items():
@@ -129,8 +127,8 @@ def test_refused(team):
     refused('in a batch of 2', lambda: shard(team, ids.repeat(2, 1), position_ids=DOCUMENTS))
     refused('attention_mask is not served', lambda: model(**batch, attention_mask=torch.ones_like(batch['input_ids'])))
     refused('use_cache is not served', lambda: model(**{**batch, 'use_cache': True}))
-    refused('nor generate()', lambda: model.generate(ids, max_new_tokens=2))
-    refused('team_tokens is missing', lambda: model(ids, use_cache=False))
+    refused('generate() is not served', lambda: model.generate(ids, max_new_tokens=2))
+    refused('without what shard() returns', lambda: model(ids, use_cache=False))
     forgotten = {name: value for name, value in batch.items() if name != 'position_ids'}
     refused('not those that shard() returns, or are missing', lambda: model(**forgotten))
     refused('dropout 0.5 is not served', lambda: model.train()(**batch))

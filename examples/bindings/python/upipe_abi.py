@@ -127,6 +127,9 @@ class Attention:
         self.number = next(NUMBERS)
         OPENED[self.number] = self
 
+    def __reduce_ex__(self, _):
+        raise Error('a handle is of its process: it is not copied, pickled or sent; open one where it is needed')
+
     def of(self, rank, layer=0):
         """The handle for a call of this rank; the library sees a number and a pointer alone."""
         if not -2**31 <= layer < 2**31:  # ctypes keeps the low bits

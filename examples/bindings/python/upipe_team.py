@@ -21,6 +21,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from upipe_abi import Attention, Error, can, draw_nccl_id
 from upipe_torch import attention
@@ -169,21 +170,30 @@ class Ranks:
         """upipe_torch.attention of this rank's rows, of so many tokens on all ranks."""
         return attention(self.u, self.rank, q, k, v, tokens=tokens, **options)
 
-    def sum(self, *tensors):
-        """Each becomes its sum over the ranks."""
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=self.group)
+    def sum(self, tensor):
+        """A tensor of its sum over the ranks; without gradients."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def sum_gradients(self, model):
-        """A parameter that no token of this rank has used counts as zeros."""
-        for p in model.parameters():
+        """In place. A parameter that no token of this rank has used counts as zeros."""
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise Error('DistributedDataParallel has taken means of the gradients: multiply the loss by the ranks, and leave '
+                        'sum_gradients() out; or wrap no model')
+        for name, p in model.named_parameters():
+            if isinstance(p, DTensor):
+                raise Error(f'{name} is sharded, as by FSDP2, which sums gradients itself: leave sum_gradients() out')
             if p.requires_grad:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                self.sum(p.grad)
+                dist.all_reduce(p.grad, group=self.group)
 
     def gather(self, part, dim=1):
         """The tensor of which each rank has its tokens' part; without gradients."""
         return torch.cat(self.of_all(part.detach()), dim)
+
+    def __reduce_ex__(self, _):
+        raise Error('a team is of its processes: it is not copied, pickled or sent; make one where it is needed')
 
     def close(self):
         self.u.close()

@@ -161,6 +161,11 @@ backward_op.register_fake(lambda dout, o, q, k, v, kept, sinks, *_: (
 backward_op.register_autograd(no_gradients)
 
 
+@forward_op.register_vmap
+def no_map(*_):
+    raise Error('attention is not mapped: a batch is a dimension of its tensors')
+
+
 def autocast_dtype(device):
     """Of torch.autocast around this call; None: there is none."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -183,6 +188,8 @@ def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, wind
     or a forked parent's, a rank that is not here, all ranks on one thread, and what another rank has failed with. It releases the
     other ranks, and the handle can then only be closed
     """
+    if q.device.type == 'meta':
+        raise Error('q is on meta, and has no numbers: load the model, or move it with to_empty(device=...)')
     dtype = autocast_dtype(q.device.type)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

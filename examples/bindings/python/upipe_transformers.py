@@ -120,6 +120,9 @@ def serve():
 
 def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
     """What the library would compute otherwise, or not at all."""
+    if team_tokens is None:
+        raise Error('the model is called without what shard() returns: model(**upipe_transformers.shard(team, input_ids=ids, labels=ids)); '
+                    'generate() is not served')
     what = [name for name in ('position_bias', 'head_mask', 'block_table') if more.get(name) is not None]
     if attention_mask is not None:
         raise Error('attention_mask is not served: shard() drops one that hides nothing')
@@ -129,8 +132,6 @@ def check_call(module, attention_mask, dropout, use_cache, position_ids, team_to
         raise Error('use_cache is not served, nor generate(): keys of earlier tokens are not kept')
     if what or more.get('output_attentions'):
         raise Error(f'{(what or ["output_attentions"])[0]} is not served')
-    if team_tokens is None:
-        raise Error('team_tokens is missing: call the model with what shard() returns')
     if position_ids is not None and position_ids.dtype != POSITIONS:
         raise Error('position_ids are not those that shard() returns, or are missing')
     rope = getattr(module.config, 'rope_parameters', None) or {}
