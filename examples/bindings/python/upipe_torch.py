@@ -10,20 +10,35 @@ In place of torch.nn.functional.scaled_dot_product_attention where each rank hol
 the same calls in the same order, forwards and backwards. PyTorch runs the backward of CPU tensors on the thread that asks
 for it, so that a rank's backward meets those of the others.
 
-From PyTorch 2.4 on forward and backward are operators, upipe::attention and upipe::attention_backward, which torch.compile
-takes as they are; before, they are an autograd function. What a forward leaves for its backward is a tensor of bytes, so that
-PyTorch alone says how long it lives: the handle needs one layer for any number of forwards, repeated ones included.
+Forward and backward are operators, upipe::attention and upipe::attention_backward, which torch.compile takes as they are. What
+a forward leaves for its backward is a tensor of bytes, so that PyTorch alone says how long it lives: the handle needs one layer
+for any number of forwards, repeated ones included.
 """
 
 import contextlib
 import ctypes
+import re
 import threading
+import warnings
 
 import torch
 
 from upipe_abi import OPENED, Error
 
+OLDEST, NEWEST = '2.6', '2.15'  # PyTorch that this is tested with; pyproject.toml has the same
 DTYPES = (torch.float32, torch.bfloat16)  # by upipe_abi_desc.dtype
+
+
+def check_version(version):
+    """An older PyTorch is refused; a newer one may have changed what is used here."""
+    has, oldest, newest = (tuple(map(int, re.match(r'(\d+)\.(\d+)', v).groups())) for v in (version, OLDEST, NEWEST))
+    if has < oldest:
+        raise Error(f'PyTorch {version} is too old: install one from {OLDEST} to {NEWEST}')
+    if has > newest:
+        warnings.warn(f'upipe has not been tested with PyTorch {version}, but with {OLDEST} to {NEWEST}', stacklevel=2)
+
+
+check_version(torch.__version__)
 
 
 @contextlib.contextmanager
@@ -122,41 +137,24 @@ def packed_like(t):
     return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
-if hasattr(torch.library, 'custom_op'):
-    forward_op = torch.library.custom_op(
-        'upipe::attention', forward, mutates_args=(),
-        schema='(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, bool? causal, int? window, float? softcap, float? scale, '
-        'int number, int rank, int saved_bytes) -> (Tensor, Tensor)')
-    forward_op.register_fake(lambda q, k, v, cu_seqlens, causal, window, softcap, scale, number, rank, saved_bytes:
-                             (packed_like(q), q.new_empty(saved_bytes, dtype=torch.uint8)))
-    forward_op.register_autograd(gradients, setup_context=keep)
-    backward_op = torch.library.custom_op(
-        'upipe::attention_backward', backward, mutates_args=(),
-        schema='(Tensor dout, Tensor o, Tensor q, Tensor k, Tensor v, Tensor saved, Tensor? cu_seqlens, int number, int rank) '
-        '-> (Tensor, Tensor, Tensor)')
-    backward_op.register_fake(lambda dout, o, q, k, v, saved, cu_seqlens, number, rank:
-                              (packed_like(q), packed_like(k), packed_like(v)))
-    backward_op.register_autograd(no_gradients)
-else:
-    class ContextAttention(torch.autograd.Function):  # pylint: disable=abstract-method
-        @staticmethod
-        def forward(ctx, *inputs):  # pylint: disable=arguments-differ
-            output = forward(*inputs)
-            keep(ctx, inputs, output)
-            return output[0]
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, dout):  # pylint: disable=arguments-differ
-            return gradients(ctx, dout)
-
-    forward_op, backward_op = lambda *inputs: (ContextAttention.apply(*inputs), None), backward
+forward_op = torch.library.custom_op(
+    'upipe::attention', forward, mutates_args=(),
+    schema='(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens, bool? causal, int? window, float? softcap, float? scale, '
+    'int number, int rank, int saved_bytes) -> (Tensor, Tensor)')
+forward_op.register_fake(lambda q, k, v, cu_seqlens, causal, window, softcap, scale, number, rank, saved_bytes:
+                         (packed_like(q), q.new_empty(saved_bytes, dtype=torch.uint8)))
+forward_op.register_autograd(gradients, setup_context=keep)
+backward_op = torch.library.custom_op(
+    'upipe::attention_backward', backward, mutates_args=(),
+    schema='(Tensor dout, Tensor o, Tensor q, Tensor k, Tensor v, Tensor saved, Tensor? cu_seqlens, int number, int rank) '
+    '-> (Tensor, Tensor, Tensor)')
+backward_op.register_fake(lambda dout, o, q, k, v, saved, cu_seqlens, number, rank:
+                          (packed_like(q), packed_like(k), packed_like(v)))
+backward_op.register_autograd(no_gradients)
 
 
 def autocast_dtype(device):
     """Of torch.autocast around this call; None: there is none."""
-    if not hasattr(torch, 'get_autocast_dtype'):
-        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
