@@ -402,7 +402,7 @@ def test_mpi(library, mpirun):
     with mock.patch('upipe_team.can', lambda library, name: name == 'cuda'):
         refused('CUDA devices and has no NCCL', lambda: upipe_team.team_from_env(LIBRARY))
     statuses, outs, errs, _ = run_ranks(Mpi(mpirun, MASTER_ADDR='localhost', MASTER_PORT=free_port()), 2,
-                                        [sys.executable, os.path.abspath(__file__), library, sys.argv[2], 'rank'], 60)
+                                        [sys.executable, os.path.abspath(__file__), library, sys.argv[2], 'rank'], 120)
     check(statuses == [0] and all(' 0 failed' in text for text in outs), f'{statuses}: {outs}{errs}')
 
 
