@@ -141,7 +141,8 @@ def test_names(_):
 def test_installs(_):
     """A PyTorch is installed once, for the tests that wait for it, and for no others."""
     known = [{'name': name, 'suite': ['upipe:weights', *version], 'depends': [], 'timeout': 60, 'is_parallel': True}
-             for name, version in (('mem', []), ('torch_oldest', ['upipe:oldest']), ('wheel', ['upipe:newest']), ('torch_newest', ['upipe:newest']))]
+             for name, version in (('mem', []), ('torch_oldest', ['upipe:oldest']), ('wheel', ['upipe:newest']),
+                                   ('torch_newest', ['upipe:newest']))]
     part = run.Part('gcc', [], full='weights')
     for installed, want in (set(), []), ({'oldest', 'newest'}, ['install torch oldest', 'install torch newest', 'install torch newest']):
         with mock.patch.object(run, 'INSTALLED', installed):
