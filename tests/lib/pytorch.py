@@ -54,7 +54,7 @@ def install(name):
         return 0
     found = subprocess.run([*pip, 'index', 'versions', 'torch'], stdout=subprocess.PIPE, text=True, check=False).stdout
     if VERSIONS[name] not in found.replace(',', ' ').split():
-        print(f'left out: PyTorch {VERSIONS[name]}, of which pip finds no wheel for this Python')
+        print(f'left out: PyTorch {VERSIONS[name]}, which pip does not find for this Python, or not without a network')
         return 0
     status = subprocess.run([*pip, 'install', '-q', '--no-cache-dir', '--no-compile', *wanted(name)], check=False).returncode
     if status == 0:
