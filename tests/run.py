@@ -29,6 +29,8 @@ CORES = os.cpu_count() or 1
 SHARES = CORES + 1
 PROCESSES = 8  # of a test of the suites below, at most
 WIDE = {'net', 'links', 'mutants'}
+# The suites whose PyTorch is installed for them (lib/pytorch.py).
+INSTALLED = {'oldest', 'newest'} if os.environ.get('UPIPE_INSTALL') == 'yes' else set()
 SKIPPED = 77
 QUIET = 9  # seconds without a line, at most
 MOST_LINES = 30  # of failures at the end
@@ -121,7 +123,7 @@ def parts():
         # for it themselves. Some of the emulator's longest repeat in another order what others do.
         Part('gcc', ['-Doptimization=0', *pattern],
              full='compile unit bf16 fuzz property programs faults weights simt fake net links mutants bench',
-             ordinary='compile unit property programs faults simt fake net torch',
+             ordinary='compile unit property programs faults simt fake net pytorch',
              without='headers_cuda nccl_versions cudnn_plug faults_tcp faults_mpi cuda_seeds cuda_attn_small_race cuda_attn_on_90 '
                      'cuda_attn_masks_on_90 cuda_attn90_race cuda_attn90_bwd_race cuda_linear_layer cuda_linear_race '
                      'cuda_train_ops_race'),
@@ -328,6 +330,7 @@ class Session:
         self.cpu = 0.0
         self.left = set()
         self.builds = {}
+        self.installs = {}  # suite -> job
 
     # ---- builds ----
 
@@ -420,13 +423,25 @@ class Session:
         for test in tests:
             # A limit is ten times what a test takes: of those that never ran, the longest are known by it.
             guess = self.runner.times.get(self.key(part, test), [test['timeout'] / 10 * part.slow])[0]
-            job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess,
-                      [build] if test['depends'] else [], alone=not test['is_parallel'],
+            after = [build] if test['depends'] else []
+            for version in INSTALLED & set(suites(test)):
+                if version not in self.installs:
+                    self.installs[version] = self.install_job(version)
+                    made.append(self.installs[version])
+                after.append(self.installs[version])
+            job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess, after, alone=not test['is_parallel'],
                       cores=PROCESSES if WIDE & set(suites(test)) else 1)
             job.test, job.again = test, ':'.join(filter(None, (job.name, self.functions(part, test))))
             self.groups.setdefault(part.name, {}).setdefault(self.suite_of(part, test), []).append(job)
             made.append(job)
         return made
+
+    def install_job(self, version):
+        """Beside a build, which leaves a core."""
+        words = [sys.executable, os.path.join(TOP, 'tests', 'lib', 'pytorch.py'), version]
+        job = Job(f'install torch {version}', lambda: self.runner.command(words, TOP, limit=1800), guess=5e3)
+        job.again = version
+        return job
 
     def suite_of(self, part, test):
         chosen = part.full if self.mode != 'ordinary' else part.ordinary

@@ -18,7 +18,7 @@ first, with the line that does it. After a no the tests that need a missing prog
 it, the run ends with status 1.
 
   --full          all suites: other compilers and instructions, valgrind, the sanitizers on everything, planted bugs,
-                  real weights, more random draws; some 40 minutes
+                  real weights, two versions of PyTorch, more random draws; some 40 minutes
   --all           the same with every planted bug and ten times the draws; hours
   --only NAME...  these alone: suites (unit), tests (ring), builds (asan), tests of a build (asan/ring), functions of a
                   test (gcc/train:lora,adapter)
@@ -27,7 +27,8 @@ it, the run ends with status 1.
   --help          this text
 
 UPIPE_SEED says where random draws start, UPIPE_DRAWS their exact number; without it each test draws for some seconds,
-and says how far it came (docs/testing.md). Published weights are fetched into UPIPE_CACHE (build/cache).
+and says how far it came (docs/testing.md). Published weights are fetched into UPIPE_CACHE (build/cache), and the full run
+installs PyTorch from PyPI in build/torch, twice 5.3 GB.
 END_OF_USAGE
 }
 
@@ -61,7 +62,7 @@ done
 required='gcc:gcc,libc6-dev g++:g++ meson:meson ninja:ninja-build pkg-config:pkg-config python3:python3 numpy:python3-numpy jansson:libjansson-dev'
 wanted='mpirun:openmpi-bin,libopenmpi-dev cmake:cmake libcrypto:libssl-dev'
 if [ $full = 1 ]; then
-    wanted="$wanted mpirun.mpich:mpich,libmpich-dev clang:clang,libclang-rt-dev valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip torch:python3-torch"
+    wanted="$wanted mpirun.mpich:mpich,libmpich-dev clang:clang,libclang-rt-dev valgrind:valgrind,libc6-dbg openblas:libopenblas-dev pip:python3-pip venv:python3-venv Python.h:python3-dev"
     # A machine of that kind runs NEON anyway.
     [ "$(uname -m)" = aarch64 ] ||
         wanted="$wanted aarch64-linux-gnu-gcc:gcc-aarch64-linux-gnu,libc6-dev-arm64-cross qemu-aarch64:qemu-user"
@@ -77,4 +78,4 @@ fi
 lacking=$(missing "$wanted")
 [ -z "$lacking" ] || echo "left out, as the programs are missing: $(names "$lacking")"
 
-UPIPE_RUN_BEGAN=$began exec python3 "$top/tests/run.py" "$@"
+UPIPE_INSTALL=$install UPIPE_RUN_BEGAN=$began exec python3 "$top/tests/run.py" "$@"

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from unittest import mock
 
 TOP = os.path.abspath(sys.argv[1])
 sys.path[:0] = [os.path.join(TOP, 'tests'), os.path.join(TOP, 'tests', 'lib')]
@@ -137,6 +138,19 @@ def test_names(_):
     equal([test['name'] for test in session.chosen(parts[1], known)], ['mem'], 'those that are chosen')
 
 
+def test_installs(_):
+    """A PyTorch is installed once, for the tests that wait for it, and for no others."""
+    known = [{'name': name, 'suite': ['upipe:weights', *version], 'depends': [], 'timeout': 60, 'is_parallel': True}
+             for name, version in (('mem', []), ('torch_oldest', ['upipe:oldest']), ('wheel', ['upipe:newest']),
+                                   ('torch_newest', ['upipe:newest']))]
+    part = run.Part('gcc', [], full='weights')
+    for installed, want in (set(), []), ({'oldest', 'newest'}, ['install torch oldest', 'install torch newest', 'install torch newest']):
+        with mock.patch.object(run, 'INSTALLED', installed):
+            jobs = session_of().test_jobs(part, known, None)
+        equal(sorted(job.name for job in jobs if job.test is None), sorted(set(want)), 'what is installed')
+        equal([other.name for job in jobs for other in job.after], want, 'what tests wait for')
+
+
 def test_screen(folder):
     """The logs have what jobs print; the screen has it of those that failed."""
     run.LOGS, session = folder, session_of()
@@ -156,4 +170,5 @@ def test_screen(folder):
 
 if __name__ == '__main__':
     there = shutil.which(shlex.split(os.environ.get('CC', 'cc'))[0])
-    sys.exit(run_tests('runner', *[test_program] * bool(there), test_script, test_end, test_names, test_screen))
+    sys.exit(run_tests('runner', *[test_program] * bool(there), test_script, test_end, test_names, test_installs,
+                       test_screen))

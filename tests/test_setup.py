@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""test_setup.py TOP -- what is done without being asked: programs that tests/run.sh and examples/run.sh install, and
-kernels that Meson compiles for a GPU
+"""test_setup.py TOP -- what is done without being asked: programs that tests/run.sh and examples/run.sh install, PyTorch that
+the full run installs, and kernels that Meson compiles for a GPU
 
 The scripts see a PATH with stubs alone, which write down how they are called. apt-get brings those that were missing.
 """
@@ -13,6 +13,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, equal, load, read, run_command, run_tests, write  # pylint: disable=wrong-import-position
+import pytorch  # pylint: disable=wrong-import-position
 
 TOP = os.path.abspath(sys.argv[1])
 TOOLS = ['cat', 'date', 'dirname', 'env', 'mkdir', 'mv', 'rm', 'sh', 'sleep', 'tr', 'uname']
@@ -192,6 +193,19 @@ class Toolkit:
         return done.returncode == 0, says[:1], 'cuda_kernels' in [target['name'] for target in targets]
 
 
+def test_versions(_):
+    """The wheel promises what the full run tests."""
+    python = os.path.join(TOP, 'examples', 'bindings', 'python')
+    oldest, newest, transformers = ([int(n) for n in words.split('==')[-1].split('.')]
+                                    for words in (*pytorch.VERSIONS.values(), pytorch.BESIDE[0]))
+    check(f"OLDEST, NEWEST = '{oldest[0]}.{oldest[1]}', '{newest[0]}.{newest[1]}'" in read(python + '/upipe_torch.py').decode(),
+          'upipe_torch.py has another range of PyTorch than tests/lib/pytorch.py')
+    wheel = read(python + '/pyproject.toml').decode()
+    for words in (f"'torch >= {oldest[0]}.{oldest[1]}, < {newest[0]}.{newest[1] + 1}'",
+                  f"'transformers >= {transformers[0]}.{transformers[1]}, < {transformers[0] + 1}'"):
+        check(words in wheel, f'pyproject.toml lacks {words}, which is what tests/lib/pytorch.py has')
+
+
 def test_meson(folder):
     folder += '/toolkit'
     none, lacks = 'NO (no device here; -Dcuda=enabled compiles anyway)', 'NO (nvcc 12.8 or cuBLAS is missing)'
@@ -203,4 +217,4 @@ def test_meson(folder):
 
 
 sys.exit(run_tests('setup', test_without_terminal, test_terminal, test_no_install, test_left_out, test_nothing_missing,
-                   test_cannot_install, test_quietly, test_meson))
+                   test_cannot_install, test_quietly, test_versions, test_meson))

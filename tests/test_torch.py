@@ -4,58 +4,51 @@
 O and the gradients of Q, K, V on one to four ranks, and with options drawn at random; a network of two layers with fused
 projections, whose gradients of weights are summed over the ranks; layers under torch.utils.checkpoint; bf16, packed sequences,
 autocast; what is refused; PyTorch's own check of the operators, and compiled attention with the bits of eager one; a team of
-mpirun's processes. An error may be three times that of PyTorch in the same type. Where no Python here has PyTorch the test is
-left out (status 77), and operators before 2.4.
+mpirun's processes; which PyTorch is refused. An error may be three times that of PyTorch in the same type. Where no Python here
+has one that is taken the test is left out (status 77).
 """
 
 import copy
+import importlib
 import os
 import random
 import sys
 import tempfile
 import threading
 import time
+import warnings
 from unittest import mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
 from checks import check, draws, end, equal, other_python, run_test  # pylint: disable=wrong-import-position
 from launch import Mpi, free_port, run_ranks  # pylint: disable=wrong-import-position
-
-try:
-    import torch
-    OPERATORS = hasattr(torch.library, 'custom_op')
-    if not OPERATORS:
-        other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
-except ImportError:
-    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
-    print('left out: PyTorch, which no Python here has: install python3-torch')
-    sys.exit(77)
-
-from torch.utils.checkpoint import checkpoint  # pylint: disable=wrong-import-position
+from pytorch import pythons  # pylint: disable=wrong-import-position
 
 LIBRARY = os.path.abspath(sys.argv[1])
 sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'bindings', 'python'))
 from upipe_abi import Attention, Error  # pylint: disable=wrong-import-position
+
+try:
+    import torch
+    import upipe_torch
+except (ImportError, Error):
+    other_python(*pythons(sys.argv[2]))
+    print('left out: PyTorch, of which no Python here has a version that upipe_torch takes')
+    sys.exit(77)
+
+from torch.utils.checkpoint import checkpoint  # pylint: disable=wrong-import-position
 import upipe_team  # pylint: disable=wrong-import-position
-import upipe_torch  # pylint: disable=wrong-import-position
 from upipe_torch import attention  # pylint: disable=wrong-import-position
 
 TOKENS, DIM = 37, 32
 
 
 def reference(q, k, v, causal):
-    """[batch][tokens][heads][dim]; PyTorch's function where its version has it."""
+    """PyTorch's own, of [batch][tokens][heads][dim]."""
     groups = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    if hasattr(torch.nn.functional, 'scaled_dot_product_attention'):
-        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-    else:
-        scores = q @ k.transpose(2, 3) / DIM**0.5
-        if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool).triu(1), float('-inf'))
-        o = scores.softmax(3) @ v
-    return o.transpose(1, 2)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
 def compare(what, names, got, rounded, exact, least=1e-7):
@@ -315,7 +308,7 @@ def test_refused():
     o.sum().backward()
     check(torch.equal(first, q.grad), 'the second backward has other bits')
     slope, = torch.autograd.grad(attention(u, 0, q, q, q).square().sum(), q, create_graph=True)
-    refused('no derivatives of derivatives' if OPERATORS else 'once_differentiable', slope.sum().backward)
+    refused('no derivatives of derivatives', slope.sum().backward)
     check(torch.equal(attention(u, 0, q, q, q, cu_seqlens=[]), o), 'no packed sequences')
     o = attention(u, 0, q, q, q)
     u.close()
@@ -343,6 +336,16 @@ def test_refused_of_many():
     u.close()
     check(time.monotonic() - began < 30, 'a rank waits for one whose call was refused')  # the deadline is 60 s
     check(all('q is (1, 17, 2, 32); rank 1 has' in said.get(rank, '') for rank in range(2)), f'ranks say {said}')
+
+
+def test_versions():
+    with mock.patch('torch.__version__', '2.5.1+cpu'):
+        refused('PyTorch 2.7.1+cpu is too old: install one from 2.8 to 2.15', lambda: importlib.reload(upipe_torch))
+    for version, words in ('2.8.0a0+git', []), ('2.15.1', []), ('2.16.0', ['not been tested with PyTorch 2.16.0, but with 2.8 to 2.15']):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always')
+            upipe_torch.check_version(version)
+        equal([str(one.message).removeprefix('upipe has ') for one in said], words, f'what is said of {version}')
 
 
 def test_operators():
@@ -417,7 +420,7 @@ def test_mpi(library, mpirun):
     with mock.patch('upipe_team.can', lambda library, name: name == 'cuda'):
         refused('CUDA devices and has no NCCL', lambda: upipe_team.team_from_env(LIBRARY))
     statuses, outs, errs, _ = run_ranks(Mpi(mpirun, MASTER_ADDR='localhost', MASTER_PORT=free_port()), 2,
-                                        [sys.executable, os.path.abspath(__file__), library, sys.argv[2], 'rank'], 60)
+                                        [sys.executable, os.path.abspath(__file__), library, sys.argv[2], 'rank'], 120)
     check(statuses == [0] and all(' 0 failed' in text for text in outs), f'{statuses}: {outs}{errs}')
 
 
@@ -443,12 +446,10 @@ def main():
     run_test(test_narrow)
     run_test(test_refused_of_many)
     run_test(test_refused)
-    if OPERATORS:
-        with tempfile.TemporaryDirectory() as cache:
-            os.environ['TORCHINDUCTOR_CACHE_DIR'] = cache
-            run_test(test_operators)
-    else:
-        print(f'left out: operators and torch.compile, as no Python here has PyTorch 2.4: this is {torch.__version__}')
+    run_test(test_versions)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ['TORCHINDUCTOR_CACHE_DIR'] = cache
+        run_test(test_operators)
     return end(f'torch {torch.__version__}')
 
 

@@ -17,6 +17,7 @@ import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from checks import check, end, equal, other_python, run_test, write  # pylint: disable=wrong-import-position
+from pytorch import pythons  # pylint: disable=wrong-import-position
 
 os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'TRANSFORMERS_VERBOSITY': 'critical'}
 try:
@@ -28,7 +29,7 @@ try:
         raise ImportError('rope_parameters came with 5')
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 except ImportError:
-    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
+    other_python(*pythons(sys.argv[2]))
     print('left out: transformers, as no Python here has version 5 of it and PyTorch')
     sys.exit(77)
 

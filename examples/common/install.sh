@@ -27,9 +27,11 @@ quietly() {
 # has NAME: whether it is here. Some are no programs: modules of any Python here, pip, and libraries.
 has() {
     case $1 in
-    matplotlib | numpy | torch) python3 -c "import $1" || /usr/bin/python3 -c "import $1" ;;
+    matplotlib | numpy) python3 -c "import $1" || /usr/bin/python3 -c "import $1" ;;
     jansson | libcrypto | openblas) pkg-config --exists "$1" ;;
     pip) python3 -m pip --version ;;
+    venv) python3 -m ensurepip --version ;;
+    Python.h) test -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ;;
     *) command -v "$1" ;;
     esac >/dev/null 2>&1
 }

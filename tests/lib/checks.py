@@ -120,7 +120,10 @@ def draws(part):
 
 def other_python(*places):
     """Starts the script again with the next of these Pythons, which may have a package that this one lacks: Debian's belong
-    to Debian's, which need not be the first in PATH. Returns where none is left."""
+    to Debian's, which need not be the first in PATH. Returns where none is left. What lib/pytorch.py has chosen fails
+    instead."""
+    if 'UPIPE_NO_OTHER_PYTHON' in os.environ:
+        raise  # pylint: disable=misplaced-bare-raise
     tried = os.environ.get('UPIPE_PYTHONS_TRIED', '').split(':')
     for place in (*places, '/usr/bin/python3'):
         if os.path.exists(place) and place not in tried:

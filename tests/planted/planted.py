@@ -51,7 +51,7 @@ SOON = 10  # seconds; what hangs takes longer
 CHANCE = {'transports'}  # a wait that is left out shows by chance
 TRIES = 3
 EMULATED = {'simt', 'fake'}  # suites: for the bugs that name a test of them
-ALSO = {'nccl', 'torchrun'}  # over the fake device; of the full run, where transformers is
+ALSO = {'nccl'}  # over the fake device
 # What reads the tree, which the copy is not.
 TREE = {'api', 'headers', 'layers', 'planted', 'runner', 'setup'}
 PYTHON = '''import os
@@ -212,7 +212,8 @@ class Shop:
         budget = {**runner.BUDGETS['ordinary'], 'UPIPE_SECONDS': '0', 'UPIPE_FUZZ_SECONDS': '1'}
         path = os.pathsep.join(filter(None, [os.path.join(self.folder, 'python'), os.environ.get('PYTHONPATH')]))
         threads = {} if name.endswith('_race') else {'SIMT_THREADS': '1'}  # the other cores have bugs of their own
-        python = {'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1', 'TORCHDYNAMO_DISABLE': '1'}  # Dynamo refuses switches
+        python = {'PYTHONPATH': path, 'PYTHONDONTWRITEBYTECODE': '1', 'TORCHDYNAMO_DISABLE': '1',  # Dynamo refuses switches
+                  'UPIPE_TORCH_FOLDER': os.path.join(TOP, 'build', 'torch')}
         env = {**os.environ, **test['env'], **budget, **threads, **python, **variables}
         began = time.monotonic()
         with open(os.path.join(self.folder, f'{name}.{variables.get("UPIPE_PLANTED", 0)}.log'), 'wb') as log:

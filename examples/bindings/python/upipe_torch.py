@@ -17,14 +17,29 @@ batch, model and mask.
 """
 
 import contextlib
+import re
 import threading
+import warnings
 
 import torch
 
 from upipe_abi import OPENED, Error
 
+OLDEST, NEWEST = '2.8', '2.15'  # PyTorch that this is tested with; pyproject.toml has the same
 DTYPES = (torch.float32, torch.bfloat16)  # by upipe_abi_desc.dtype
 SAVED_HEAD = 224  # bytes of what the library keeps of a forward beside numbers of its rows
+
+
+def check_version(version):
+    """An older PyTorch is refused; a newer one may have changed what is used here."""
+    has, oldest, newest = (tuple(map(int, re.match(r'(\d+)\.(\d+)', v).groups())) for v in (version, OLDEST, NEWEST))
+    if has < oldest:
+        raise Error(f'PyTorch {version} is too old: install one from {OLDEST} to {NEWEST}')
+    if has > newest:
+        warnings.warn(f'upipe has not been tested with PyTorch {version}, but with {OLDEST} to {NEWEST}', stacklevel=2)
+
+
+check_version(torch.__version__)
 
 
 @contextlib.contextmanager
