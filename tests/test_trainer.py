@@ -317,7 +317,6 @@ def test_refused(folder):
 
 
 def main():
-    torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     for test in test_trainer, test_fsdp, test_refused:
         with tempfile.TemporaryDirectory() as folder:
