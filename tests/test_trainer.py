@@ -26,8 +26,8 @@ os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THRE
 try:
     import torch
     import transformers
-    from safetensors.torch import load_file
     import torch.distributed.fsdp
+    from safetensors.torch import load_file
     from torch import distributed
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5 or not transformers.utils.is_accelerate_available():
@@ -61,11 +61,11 @@ def make_model(name):
     getattr(transformers, name + 'ForCausalLM')(config).save_pretrained('model')
 
 
-def draw_rows(count, packed, seed):
+def draw_rows(number, packed, seed):
     """Documents of any length, whose labels are the collator's; or rows of one length, with labels of which some are ignored."""
     draw = torch.Generator().manual_seed(seed)
     rows = []
-    for _ in range(count):
+    for _ in range(number):
         length, ignored = torch.randint(5, TOKENS, (2,), generator=draw).tolist()
         ids = torch.randint(0, 97, (length if packed else TOKENS,), generator=draw).tolist()
         rows.append({'input_ids': ids} | ({} if packed else {'labels': [-100] * ignored + ids[ignored:]}))
@@ -317,6 +317,7 @@ def test_refused(folder):
 
 
 def main():
+    # No torch.set_num_threads here: forked processes would race for its pool (PyTorch 2.10: "Invalid thread pool!").
     transformers.utils.logging.disable_progress_bar()
     for test in test_trainer, test_fsdp, test_refused:
         with tempfile.TemporaryDirectory() as folder:
