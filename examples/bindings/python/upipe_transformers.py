@@ -14,6 +14,7 @@ mixes tokens is refused at its first call: convolutions, state spaces, linear at
 """
 
 import ctypes
+import hashlib
 import re
 
 import torch
@@ -31,7 +32,7 @@ SERVED = [0]  # layers that attend() has been called for, or that were traced
 
 
 def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
-    """Arguments of model(...) for this rank's tokens.
+    """Arguments of model(...) for this rank's tokens. All ranks call it, with the same tensors.
 
     input_ids       [batch][tokens], the same on all ranks
     labels          the same shape, unshifted, as transformers takes them: they are shifted here, before the cut. The model's
@@ -39,6 +40,7 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
     position_ids    [1 or batch][tokens]; None: 0, 1, 2 ... Where they begin anew a packed document does, in a batch of 1
     attention_mask  ones, or None
     """
+    check_same(team, input_ids=input_ids, labels=labels, position_ids=position_ids, attention_mask=attention_mask)
     batch, tokens = input_ids.shape
     if tokens < team.ranks:
         raise Error(f'{tokens} tokens for {team.ranks} ranks')
@@ -60,6 +62,18 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
         out['labels'] = out['shift_labels'] = shifted[:, rows].contiguous()
         out['num_items_in_batch'] = (shifted != IGNORED).sum()
     return out
+
+
+def check_same(team, **tensors):
+    """A sampler of data parallelism gives each rank batches of its own. Pieces of different texts would train without a word."""
+    own = {name: t if t is None else (tuple(t.shape), hashlib.blake2b(t.long().cpu().contiguous().numpy(), digest_size=8).digest())
+           for name, t in tensors.items()}
+    all_of_it = team.of_all(own)
+    for peer, other in enumerate(all_of_it):
+        for name in own:
+            if other[name] != all_of_it[0][name]:
+                raise Error(f'rank {peer} has other {name} than rank 0: all ranks of a team take the same batches, so that no sampler '
+                            f'may cut the data by rank')
 
 
 def positions(at, borders):
@@ -167,3 +181,53 @@ def register(team, name='upipe'):
 
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, own_mask)
+
+
+def check_trainer(team, model, args, more):
+    """What a Trainer on a team would compute otherwise."""
+    state = args.distributed_state
+    if (state.process_index, state.num_processes) != (team.rank, team.ranks):
+        raise Error(f'Trainer has process {state.process_index} of {state.num_processes}, the team rank {team.rank} of {team.ranks}: '
+                    f'start one team with torchrun, and make new TrainingArguments for each Trainer')
+    options = {**vars(args), **more}
+    for name in ('deepspeed', 'deepspeed_plugin', 'fsdp', 'fsdp_plugin_args', 'parallelism_config', 'label_smoothing_factor',
+                 'predict_with_generate', 'load_best_model_at_end', 'compute_metrics', 'compute_loss_func'):
+        if options.get(name):
+            raise Error(f'{name} is not served by a Trainer on a team: leave it out')
+    if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+        raise Error(f'{type(model).__name__} takes means of gradients, which a Trainer on a team sums: give the model without it')
+    if len(set((getattr(model, 'hf_device_map', None) or {}).values())) > 1:
+        raise Error('device_map has put the model on several devices: a rank has one')
+
+
+def trainer_class(team, base):
+    """transformers.Trainer, or a class derived from it, as base, on this team."""
+
+    class TeamTrainer(base):
+        def __init__(self, model, args, **more):
+            check_trainer(team, model, args, more)
+            # Else accelerate would cut the batches by rank, and take means of gradients. The rank stays, so that rank 0 alone
+            # saves and logs.
+            args.distributed_state.distributed_type = type(args.distributed_state.distributed_type).NO
+            args.distributed_state.num_processes = 1
+            args.prediction_loss_only = True  # logits are those of a rank's tokens
+            super().__init__(model, args, **more)
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            part, out = super().compute_loss(model, shard(team, **inputs), True, num_items_in_batch)
+            whole = part.detach().clone()
+            team.sum(whole)
+            loss = part + (whole - part.detach())  # the mean over all tokens, with the gradient of this rank's part
+            return (loss, out) if return_outputs else loss
+
+        def training_step(self, *args, **more):
+            loss = super().training_step(*args, **more)
+            if self.accelerator.sync_gradients:  # after the last of the accumulated batches, before gradients are clipped
+                team.sum_gradients(self.model)
+            return loss
+
+        def _save_checkpoint(self, *args, **more):
+            if team.rank == 0:  # states of random numbers too, whose file is one
+                super()._save_checkpoint(*args, **more)
+
+    return TeamTrainer
