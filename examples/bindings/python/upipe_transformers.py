@@ -215,9 +215,7 @@ def trainer_class(team, base):
 
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
             part, out = super().compute_loss(model, shard(team, **inputs), True, num_items_in_batch)
-            whole = part.detach().clone()
-            team.sum(whole)
-            loss = part + (whole - part.detach())  # the mean over all tokens, with the gradient of this rank's part
+            loss = part + (team.sum(part) - part.detach())  # the mean over all tokens, with the gradient of this rank's part
             return (loss, out) if return_outputs else loss
 
         def training_step(self, *args, **more):
