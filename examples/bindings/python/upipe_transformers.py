@@ -118,19 +118,20 @@ def check_model(model, router_logits):
     if registered is None or model not in registered.checked:
         for what in mixers(model):
             raise Error(f'{name} is not served: {what} mixes the tokens that a rank has, and is no attention')
+        if registered is None:
+            check_served(model, SERVED[0])
         why = unlisted(model)
-        if why and not (registered and registered.allow_unlisted):
+        if why and not registered.allow_unlisted:
             raise Error(f'{name} is not served: {why}; register(team, allow_unlisted=True) compares it at its first call')
-        if registered:
-            # Those that are its parts are checked with it, and are called by the comparison.
-            parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-            registered.checked.update(parts)
-            try:
-                if why:
-                    compare(model, registered.team)
-            except BaseException:
-                registered.checked.difference_update(parts)
-                raise
+        # With the models that are its parts, which the comparison calls.
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        registered.checked.update(parts)
+        try:
+            if why:
+                compare(model, registered.team)
+        except BaseException:
+            registered.checked.difference_update(parts)
+            raise
     return SERVED[0]
 
 
@@ -163,13 +164,13 @@ def compare(model, team):
     if got.shape[:2] != (1, len(rows)) or whole.shape[:2] != ids.shape:
         raise Error(f'{type(model).__name__} is not served: its results are not one a token')
     off, far = ((got - whole[:, rows]).abs().amax(2)[0] / whole.abs().max()).nan_to_num(torch.inf), FAR[weight.dtype]
-    found = team.of_all((off.max().item(), min(rows[off > far].tolist(), default=ids.shape[1]), float(own.loss) if labels else 0.0))
-    offs, firsts, losses = zip(*found)
-    where = f'{type(model).__name__} is not served: its {{}} on {team.ranks} ranks and on one differ by {{:.2g}} of the largest'
+    offs, firsts, losses = zip(*team.of_all((off.max().item(), min(rows[off > far].tolist(), default=ids.shape[1]),
+                                             own.loss.item() if labels else 0)))
     if max(offs) > far:
-        raise Error(f'{where.format("logits" if labels else "results", max(offs))}, from token {min(firsts)} of {ids.shape[1]} on')
+        raise Error(f'{type(model).__name__} is not served: its results on {team.ranks} ranks and on one differ by {max(offs):.2g} of '
+                    f'the largest, from token {min(firsts)} of {ids.shape[1]} on')
     if labels:
-        loss = sum(float(one.loss) * (n - 1) for one, n in zip(alone, lengths)) / sum(n - 1 for n in lengths)
+        loss = sum(one.loss.item() * (n - 1) for one, n in zip(alone, lengths)) / sum(n - 1 for n in lengths)
         if not abs(sum(losses) - loss) <= far * abs(loss):
             raise Error(f'{type(model).__name__} is not served: its loss on {team.ranks} ranks is {sum(losses):.6g}, and {loss:.6g} on one')
 
