@@ -191,13 +191,15 @@ def call_model(model, *args, **kwargs):
     """A model's call, with or without what shard() returns."""
     if 'team_tokens' not in kwargs:
         return torch.nn.Module.__call__(model, *args, **kwargs)
-    before = check_model(model, kwargs.get('output_router_logits'))
+    before = model.check_model(kwargs.get('output_router_logits'))
     out = torch.nn.Module.__call__(model, *args, **kwargs)
-    check_served(model, before)
+    model.check_served(before)
     return out
 
 
 PreTrainedModel.__call__ = call_model
+# As methods, of these names, torch.compile takes them from PyTorch 2.6 on: a module as an argument is no constant there.
+PreTrainedModel.check_model, PreTrainedModel.check_served = check_model, check_served
 
 
 def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
