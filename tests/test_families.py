@@ -130,7 +130,7 @@ MIXING = [('lfm2', {'layer_types': ['conv', 'full_attention']},
           ('minimax', {'layer_types': ['linear_attention', 'full_attention']}, 'model.layers.0.self_attn, a MiniMaxLightningAttention of'),
           ('mamba', {}, 'backbone, a MambaModel of MambaForCausalLM, mixes'),
           ('rwkv', {'attention_hidden_size': 64}, 'rwkv, a RwkvModel of RwkvForCausalLM, mixes')]
-QWEN2_MOE = {'shared_expert_intermediate_size': 32, **WINDOW}
+QWEN2_MOE = {'shared_expert_intermediate_size': 32, 'sliding_window': 25}
 
 def make_model(family, more, kind=None):
     """Random, and so wide that a token shows in the others' results."""
@@ -250,6 +250,15 @@ def own_model(*row):
     return model
 
 
+class Heir(transformers.LlamaForCausalLM):
+    pass
+
+
+class Changed(Heir):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
 def test_refused(team):
     ids, labels = draw_ids(1)
     batch, bare = shard(team, ids, labels), shard(team, ids)
@@ -265,6 +274,10 @@ def test_refused(team):
     for head, given in (('SequenceClassification', bare), ('TokenClassification', batch)):
         refused(f'LlamaFor{head} is not served: of llama, LlamaForCausalLM and LlamaModel of transformers are',
                 lambda head=head, given=given: own_model('llama', {}, f'LlamaFor{head}')(**given))
+    heir, changed = own_model('llama', {}), own_model('llama', {})
+    heir.__class__, changed.__class__ = Heir, Changed
+    heir(**batch)
+    refused('Changed is not served: of llama, LlamaForCausalLM', lambda: changed(**batch))
     mixtral = own_model('mixtral', {})
     refused("routers' auxiliary loss", lambda: mixtral(**batch, output_router_logits=True))
     mixtral.config.output_router_logits = True
@@ -335,7 +348,7 @@ def test_unlisted(team):
         refused('its results on 4 ranks', lambda mixer=mixer: toy(mixer).bfloat16()(**batch))
         refused('its results on 4 ranks', lambda mixer=mixer: compiled(toy(mixer))(**batch))
     # Its layers have windows, of which they do not tell their attention.
-    refused('from token 9 of 37 on', lambda: own_model('qwen2_moe', {**QWEN2_MOE, 'use_sliding_window': True})(**batch))
+    refused('from token 25 of 53 on', lambda: own_model('qwen2_moe', {**QWEN2_MOE, 'use_sliding_window': True})(**batch))
     pooled = toy()
     pooled.register_forward_hook(lambda *of: transformers.utils.ModelOutput({**of[-1], 'logits': of[-1].logits[:, -1:]}))
     refused('its results are not one a token', lambda: pooled(**batch))
