@@ -137,10 +137,11 @@ def check_model(model, router_logits):
 
 def compare(model, team):
     """A model's results for its part of two packed documents against those of each document alone, on each rank by itself; all
-    ranks. The first document is longer than each window that is called sliding_window."""
-    windows = [w for part in (model.config, *model.modules()) if isinstance(w := getattr(part, 'sliding_window', None), int)]
-    longest = 4 * team.ranks + 3 + max(windows, default=0)
-    lengths = [min(longest, getattr(model.config, 'max_position_embeddings', longest)), 2 * team.ranks + 1]
+    ranks. The first document is longer than each window that is called sliding_window and hides something of what the model was
+    made for."""
+    most = getattr(model.config, 'max_position_embeddings', None) or float('inf')
+    windows = [getattr(part, 'sliding_window', None) or 0 for part in (model.config, *model.modules())]
+    lengths = [min(4 * team.ranks + 3 + max(w for w in windows if w < most), most), 2 * team.ranks + 1]
     weight = model.get_input_embeddings().weight
     ids = torch.randint(len(weight), (1, sum(lengths)), generator=torch.Generator().manual_seed(0)).to(weight.device)
     at = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
@@ -172,7 +173,8 @@ def compare(model, team):
     if labels:
         loss = sum(one.loss.item() * (n - 1) for one, n in zip(alone, lengths)) / sum(n - 1 for n in lengths)
         if not abs(sum(losses) - loss) <= far * abs(loss):
-            raise Error(f'{type(model).__name__} is not served: its loss on {team.ranks} ranks is {sum(losses):.6g}, and {loss:.6g} on one')
+            raise Error(f'{type(model).__name__} is not served: its loss on {team.ranks} ranks is {sum(losses):.6g}, '
+                        f'and {loss:.6g} on one')
 
 
 def results(out):
