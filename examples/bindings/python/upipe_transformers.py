@@ -10,15 +10,19 @@
 
 Models are those whose attention goes through transformers' AttentionInterface: decoders with causal masks, sliding windows
 and soft-caps. A rank sees its tokens with the positions that they have in the whole sequence. A model in which anything else
-mixes tokens is refused at its first call: convolutions, state spaces, linear attention, attention of its own.
+mixes tokens would be wrong. So LISTED has the families that were compared, and a model of another one is refused at its first
+call, or compares itself: register(team, allow_unlisted=True).
 """
 
-import ctypes
+import collections
 import hashlib
+import inspect
 import re
+import weakref
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from upipe_abi import Error
 
@@ -26,6 +30,19 @@ IGNORED = -100  # transformers' label of a token without a loss
 # Of the positions that shard() gives. A model that is given none makes its own, of torch.int64, and rank 0's are even right: by
 # the type each rank sees that they were forgotten, before it waits for another.
 POSITIONS = torch.int32
+# config.model_type of the families that tests/test_families.py holds to transformers' own attention, which it does to no other.
+LISTED = frozenset('''
+    afmoe apertus arcee aria_text bitnet codegen cohere cohere2 cohere2_moe cwm dory dots1 ernie4_5 ernie4_5_moe exaone
+    exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj
+    granite granitemoe granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
+    iquestcoder jais2 jetmoe kolibri1 laguna llama mellum minimax_m2 ministral ministral3 mistral mixtral
+    modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt phi phi3 qwen2 qwen3 qwen3_moe sarvam_moe seed_oss smollm3
+    solar_open starcoder2 vaultgemma
+'''.split())
+# By attn_implementation: what register() was given, and the models that have had their first call.
+REGISTERED = {}
+Registered = collections.namedtuple('Registered', 'team allow_unlisted checked')
+FAR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of the largest logit: from here on a model that compares itself is refused
 # Classes of modules that mix tokens, are no attention, and may have no convolution.
 MIXERS = re.compile('mamba|rwkv|rglru|lightning|retention|delta(net|attention)', re.IGNORECASE)
 SERVED = [0]  # layers that attend() has been called for, or that were traced
@@ -82,33 +99,105 @@ def positions(at, borders):
 
 
 def mixers(module, where=''):
-    """Names of what mixes tokens and is no attention, in a model but not in models that are its parts, whose calls are checked
-    too."""
+    """Names of what mixes tokens and is no attention."""
     for name, part in module.named_children():
         convolves = isinstance(part, torch.nn.Conv1d) and part.kernel_size[0] > 1
         if convolves or isinstance(part, torch.nn.RNNBase) or MIXERS.search(type(part).__name__):
             yield f'{where}{name}, a {type(part).__name__} of {type(module).__name__},'
-        elif not isinstance(part, PreTrainedModel):
+        else:
             yield from mixers(part, f'{where}{name}.')
 
 
-def object_at(address):
-    """Of an object that lives: torch.compile passes numbers alone to what it calls while it traces."""
-    return ctypes.cast(address, ctypes.py_object).value
+def unlisted(model):
+    """Why a model is not served without a comparison; None: it is a listed family's, without a head or with that of a causal
+    language model, whose results are a token's own. A class that inherits from theirs is, too, but not with a forward of its own."""
+    family = model.config.model_type
+    names = [names[family] for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES) if family in names]
+    if family not in LISTED:
+        return f"{family} is not among the families that were compared with transformers' own attention"
+    for kind in type(model).__mro__:
+        if kind.__module__.startswith('transformers.models.') and kind.__name__ in names and kind.forward is type(model).forward:
+            return None
+    return f'of {family}, {" and ".join(names)} of transformers are'
 
 
 @torch.compiler.assume_constant_result
-def check_model(address):
+def check_model(model, router_logits):
     """SERVED before the model's call."""
-    model = object_at(address)
-    for what in mixers(model):
-        raise Error(f'{type(model).__name__} is not served: {what} mixes the tokens that a rank has, and is no attention')
+    name = type(model).__name__
+    if getattr(model.config, 'output_router_logits', False) if router_logits is None else router_logits:
+        raise Error("output_router_logits is not served: the routers' auxiliary loss is no sum over tokens, and each rank has that "
+                    'of its own: turn it off')
+    registered = REGISTERED.get(model.config._attn_implementation)  # pylint: disable=protected-access
+    if registered is None or model not in registered.checked:
+        for what in mixers(model):
+            raise Error(f'{name} is not served: {what} mixes the tokens that a rank has, and is no attention')
+        if registered is None:
+            check_served(model, SERVED[0])
+        why = unlisted(model)
+        if why and not registered.allow_unlisted:
+            raise Error(f'{name} is not served: {why}; register(team, allow_unlisted=True) compares it at its first call')
+        # With the models that are its parts, which the comparison calls.
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        registered.checked.update(parts)
+        try:
+            if why:
+                compare(model, registered.team)
+        except BaseException:
+            registered.checked.difference_update(parts)
+            raise
     return SERVED[0]
 
 
+def compare(model, team):
+    """A model's results for its part of two packed documents against those of each document alone, on each rank by itself; all
+    ranks. The first document is longer than each window that is called sliding_window and hides something of what the model was
+    made for."""
+    most = getattr(model.config, 'max_position_embeddings', None) or float('inf')
+    windows = [getattr(part, 'sliding_window', None) or 0 for part in (model.config, *model.modules())]
+    lengths = [min(4 * team.ranks + 3 + max(w for w in windows if w < most), most), 2 * team.ranks + 1]
+    weight = model.get_input_embeddings().weight
+    ids = torch.randint(len(weight), (1, sum(lengths)), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    at = torch.cat([torch.arange(n, device=ids.device) for n in lengths])[None]
+    labels = {'labels': ids.where(at > 0, IGNORED)} if 'labels' in inspect.signature(model.forward).parameters else {}
+    before, implementation = SERVED[0], model.config._attn_implementation  # pylint: disable=protected-access
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
+            own = model(**shard(team, ids, position_ids=at, **labels))
+            check_served(model, before)
+            model.set_attn_implementation('eager')
+            parts = zip(ids.split(lengths, 1), *(part.split(lengths, 1) for part in labels.values()))
+            alone = [model(use_cache=False, **dict(zip(('input_ids', 'labels'), part))) for part in parts]
+    finally:
+        model.set_attn_implementation(implementation)
+        for part in training:
+            part.training = True
+    got, whole = results(own).float(), torch.cat([results(one) for one in alone], 1).float()
+    rows = shard(team, torch.arange(ids.shape[1], device=ids.device)[None], position_ids=at)['input_ids'][0]
+    if got.shape[:2] != (1, len(rows)) or whole.shape[:2] != ids.shape:
+        raise Error(f'{type(model).__name__} is not served: its results are not one a token')
+    off, far = ((got - whole[:, rows]).abs().amax(2)[0] / whole.abs().max()).nan_to_num(torch.inf), FAR[weight.dtype]
+    offs, firsts, losses = zip(*team.of_all((off.max().item(), min(rows[off > far].tolist(), default=ids.shape[1]),
+                                             own.loss.item() if labels else 0)))
+    if max(offs) > far:
+        raise Error(f'{type(model).__name__} is not served: its results on {team.ranks} ranks and on one differ by {max(offs):.2g} of '
+                    f'the largest, from token {min(firsts)} of {ids.shape[1]} on')
+    if labels:
+        loss = sum(one.loss.item() * (n - 1) for one, n in zip(alone, lengths)) / sum(n - 1 for n in lengths)
+        if not abs(sum(losses) - loss) <= far * abs(loss):
+            raise Error(f'{type(model).__name__} is not served: its loss on {team.ranks} ranks is {sum(losses):.6g}, '
+                        f'and {loss:.6g} on one')
+
+
+def results(out):
+    """One a token: logits, or of a model without a head what it ends with."""
+    return out['logits'] if 'logits' in out else out[0]
+
+
 @torch.compiler.assume_constant_result
-def check_served(address, before):
-    model = object_at(address)
+def check_served(model, before):
     if SERVED[0] == before:
         raise Error(f'{type(model).__name__} has called no attention of register(): its attn_implementation is '
                     f'{model.config._attn_implementation}, or what mixes tokens is its own')  # pylint: disable=protected-access
@@ -118,13 +207,15 @@ def call_model(model, *args, **kwargs):
     """A model's call, with or without what shard() returns."""
     if 'team_tokens' not in kwargs:
         return torch.nn.Module.__call__(model, *args, **kwargs)
-    before = check_model(id(model))
+    before = model.check_model(kwargs.get('output_router_logits'))
     out = torch.nn.Module.__call__(model, *args, **kwargs)
-    check_served(id(model), before)
+    model.check_served(before)
     return out
 
 
 PreTrainedModel.__call__ = call_model
+# As methods, of these names, torch.compile takes them: a module as an argument is no constant.
+PreTrainedModel.check_model, PreTrainedModel.check_served = check_model, check_served
 
 
 @torch.compiler.assume_constant_result
@@ -161,8 +252,14 @@ def own_mask(attention_mask=None, use_vmap=False, config=None, **_):
     return attention_mask
 
 
-def register(team, name='upipe'):
-    """From now on attn_implementation=name is the library's, on this team."""
+def register(team, name='upipe', allow_unlisted=False):
+    """From now on attn_implementation=name is the library's, on this team.
+
+    allow_unlisted  models of families that are not LISTED compare themselves at their first call, which all ranks make together:
+                    logits and loss of a short row, this rank's part against the whole; that costs memory for the attention
+                    of the longest window
+    """
+    REGISTERED[name] = Registered(team, allow_unlisted, weakref.WeakSet())
 
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
                is_causal=None, position_ids=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, s_aux=None, **more):
