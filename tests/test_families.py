@@ -13,28 +13,15 @@ import functools
 import itertools
 import os
 import sys
-import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, other_python, run_test  # pylint: disable=wrong-import-position
-
-os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'TRANSFORMERS_VERBOSITY': 'critical'}
-try:
-    import torch
-    import transformers
-    from torch import distributed
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
-        raise ImportError('rope_parameters came with 5')
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-except ImportError:
-    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
-    print('left out: transformers, as no Python here has version 5 of it and PyTorch')
-    sys.exit(77)
-
-LIBRARY = os.path.abspath(sys.argv[1])
-sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'bindings', 'python'))
+from checks import check, end, equal, run_test  # pylint: disable=wrong-import-position
+from ranks import LIBRARY, VERSIONS, launch, refused  # pylint: disable=wrong-import-position
+import torch  # pylint: disable=wrong-import-position
+import transformers  # pylint: disable=wrong-import-position
+from torch import distributed  # pylint: disable=wrong-import-position
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # pylint: disable=wrong-import-position
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # pylint: disable=wrong-import-position
 from upipe_team import Team, team_from_env  # pylint: disable=wrong-import-position
 from upipe_transformers import LISTED, check_model, register, shard  # pylint: disable=wrong-import-position
 
@@ -230,17 +217,6 @@ def test_family(team, row):
             near(f'{what}: {name}', got[2][name], plain[2][name], gradient)
 
 
-def refused(words, body):
-    began = time.monotonic()
-    try:
-        body()
-    except RuntimeError as error:
-        check(words in str(error), f'"{error}" does not say "{words}"')
-        check(time.monotonic() - began < 5, f'"{words}" takes {time.monotonic() - began:.1f} s')
-    else:
-        check(False, f'not refused: "{words}"')
-
-
 def test_sweep():
     """Each family that transformers has is listed, or refused."""
     register(None)
@@ -399,11 +375,8 @@ def rank_main():
 def main():
     run_test(test_kinds)
     run_test(test_sweep)
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=RANKS, run_id='test', rdzv_backend='c10d',
-                          rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1, max_restarts=0)
-    statuses = elastic_launch(config, rank_main)()
-    equal(statuses, dict.fromkeys(range(RANKS), 0), 'what the ranks return')
-    return end(f'transformers {transformers.__version__}, torch {torch.__version__}')
+    equal(launch(RANKS, rank_main), dict.fromkeys(range(RANKS), 0), 'what the ranks return')
+    return end(VERSIONS)
 
 
 if __name__ == '__main__':

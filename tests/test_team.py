@@ -13,22 +13,11 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 from bindings import draw_call, sees  # pylint: disable=wrong-import-position
-from checks import check, draws, end, equal, other_python  # pylint: disable=wrong-import-position
-
-os.environ |= {'OMP_NUM_THREADS': '1', 'TORCHINDUCTOR_COMPILE_THREADS': '1'}
-try:
-    import torch
-    from torch import distributed
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    from torch.utils.checkpoint import checkpoint
-    torch.library.register_vmap  # of 2.5
-except (ImportError, AttributeError):
-    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
-    print('left out: teams of processes, as no Python here has PyTorch')
-    sys.exit(77)
-
-LIBRARY = os.path.abspath(sys.argv[1])
-sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'bindings', 'python'))
+from checks import check, draws, end, equal  # pylint: disable=wrong-import-position
+from ranks import LIBRARY, VERSIONS, launch  # pylint: disable=wrong-import-position
+import torch  # pylint: disable=wrong-import-position
+from torch import distributed  # pylint: disable=wrong-import-position
+from torch.utils.checkpoint import checkpoint  # pylint: disable=wrong-import-position
 from upipe_team import team_from_env  # pylint: disable=wrong-import-position
 from upipe_torch import DTYPES  # pylint: disable=wrong-import-position
 
@@ -145,11 +134,9 @@ def rank_main():
 
 def main():
     with tempfile.TemporaryDirectory() as cache:
-        os.environ['TORCHINDUCTOR_CACHE_DIR'] = cache
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=RANKS, run_id='test', rdzv_backend='c10d',
-                              rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1, max_restarts=0)
-        equal(elastic_launch(config, rank_main)(), dict.fromkeys(range(RANKS), 0), 'what the ranks return')
-    return end(f'torch {torch.__version__}')
+        os.environ |= {'TORCHINDUCTOR_CACHE_DIR': cache, 'TORCHINDUCTOR_COMPILE_THREADS': '1'}
+        equal(launch(RANKS, rank_main), dict.fromkeys(range(RANKS), 0), 'what the ranks return')
+    return end(VERSIONS)
 
 
 if __name__ == '__main__':

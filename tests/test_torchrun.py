@@ -12,27 +12,13 @@ import os
 import socket
 import sys
 import tempfile
-import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, other_python, run_test, write  # pylint: disable=wrong-import-position
-from pytorch import pythons  # pylint: disable=wrong-import-position
-
-os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'TRANSFORMERS_VERBOSITY': 'critical'}
-try:
-    import torch
-    import transformers
-    from torch import distributed
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
-        raise ImportError('rope_parameters came with 5')
-except ImportError:
-    other_python(*pythons(sys.argv[2]))
-    print('left out: transformers, as no Python here has version 5 of it and PyTorch')
-    sys.exit(77)
-
-LIBRARY = os.path.abspath(sys.argv[1])
-sys.path.insert(0, os.path.join(sys.argv[2], 'examples', 'bindings', 'python'))
+from checks import check, end, equal, run_test, write  # pylint: disable=wrong-import-position
+from ranks import LIBRARY, VERSIONS, launch, refused  # pylint: disable=wrong-import-position
+import torch  # pylint: disable=wrong-import-position
+import transformers  # pylint: disable=wrong-import-position
+from torch import distributed  # pylint: disable=wrong-import-position
 from upipe_team import PROOF, Door, Team, read_secret, team_from_env  # pylint: disable=wrong-import-position
 from upipe_transformers import register, shard  # pylint: disable=wrong-import-position
 
@@ -103,17 +89,6 @@ def test_narrow(team, name, more, autocast):
         check(off <= 3 * plain, f'{name}, {"autocast" if autocast else "bf16"}: {one} is off by {off:.3g}, without by {plain:.3g}')
 
 
-def refused(words, body):
-    began = time.monotonic()
-    try:
-        body()
-    except RuntimeError as error:
-        check(words in str(error), f'"{error}" does not say "{words}"')
-        check(time.monotonic() - began < 5, f'"{words}" takes {time.monotonic() - began:.1f} s')
-    else:
-        check(False, f'not refused: "{words}"')
-
-
 def test_refused(team):
     model, (ids, labels) = make_model('Llama', {}, attention_dropout=0.5).eval(), draw_ids(1)
     model.set_attn_implementation('upipe')
@@ -162,6 +137,7 @@ def with_strangers(connect):
 
 
 def rank_main():
+    torch.set_num_threads(1)
     team = team_from_env(LIBRARY)
     Door.connect = with_strangers(Door.connect)
     groups = [[distributed.new_group(ranks) for ranks in teams] for teams in TEAMS]
@@ -193,15 +169,11 @@ def rank_main():
 
 
 def main():
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run_test(test_secret, folder)
         os.environ['UPIPE_SECRET'] = 'what all ranks have'
-        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=RANKS, run_id='test', rdzv_backend='c10d',
-                              rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1, max_restarts=0)
-        statuses = elastic_launch(config, rank_main)()
-        equal(statuses, dict.fromkeys(range(RANKS), 0), 'what the ranks return')
-    return end(f'transformers {transformers.__version__}, torch {torch.__version__}')
+        equal(launch(RANKS, rank_main), dict.fromkeys(range(RANKS), 0), 'what the ranks return')
+    return end(VERSIONS)
 
 
 if __name__ == '__main__':

@@ -17,28 +17,15 @@ import os
 import re
 import sys
 import tempfile
-import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, load, other_python, read, run_test, write  # pylint: disable=wrong-import-position
-
-os.environ |= {'TRANSFORMERS_OFFLINE': '1', 'HF_HUB_OFFLINE': '1', 'OMP_NUM_THREADS': '1', 'TRANSFORMERS_VERBOSITY': 'critical'}
-try:
-    import torch
-    import transformers
-    import torch.distributed.fsdp
-    from safetensors.torch import load_file
-    from torch import distributed
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-    if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5 or not transformers.utils.is_accelerate_available():
-        raise ImportError('Trainer needs accelerate')
-except ImportError:
-    other_python(os.path.join(sys.argv[2], 'build', 'bench', 'venv', 'bin', 'python'))
-    print('left out: Trainer and FSDP2, as no Python here has transformers 5, accelerate and PyTorch')
-    sys.exit(77)
-
-LIBRARY, TOP = map(os.path.abspath, sys.argv[1:3])
-sys.path.insert(0, os.path.join(TOP, 'examples', 'bindings', 'python'))
+from checks import check, end, equal, load, read, run_test, write  # pylint: disable=wrong-import-position
+from ranks import LIBRARY, VERSIONS, launch, refused  # pylint: disable=wrong-import-position
+import torch  # pylint: disable=wrong-import-position
+import transformers  # pylint: disable=wrong-import-position
+import torch.distributed.fsdp  # pylint: disable=wrong-import-position
+from safetensors.torch import load_file  # pylint: disable=wrong-import-position
+from torch import distributed  # pylint: disable=wrong-import-position
 import upipe_team  # pylint: disable=wrong-import-position
 import upipe_transformers  # pylint: disable=wrong-import-position
 
@@ -50,7 +37,7 @@ RATE = 0.5
 
 def shown(section):
     """The code of a section of the page."""
-    page = read(os.path.join(TOP, 'docs', 'python.md')).decode()
+    page = read(os.path.join(sys.argv[2], 'docs', 'python.md')).decode()
     return re.search(rf'^## {section}\n(?:(?!^## ).)*?^```python\n(.*?)^```$', page, re.M | re.S).group(1)
 
 
@@ -74,12 +61,6 @@ def draw_rows(number, packed, seed):
 
 def batch_of(rows):
     return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
-
-
-def launch(ranks, body, *arguments):
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id='test', rdzv_backend='c10d',
-                          rdzv_endpoint='localhost:0', start_method='fork', monitor_interval=0.1, max_restarts=0)
-    return elastic_launch(config, body)(*arguments)
 
 
 def alone(body, *arguments):
@@ -237,17 +218,6 @@ def test_fsdp(folder):
         equal(load(f'{own}/out/config.json')['architectures'], ['LlamaForCausalLM'], f'{what}: the class that is saved')
 
 
-def refused(words, body):
-    began = time.monotonic()
-    try:
-        body()
-    except RuntimeError as error:
-        check(words in str(error), f'"{error}" does not say "{words}"')
-        check(time.monotonic() - began < 5, f'"{words}" takes {time.monotonic() - began:.1f} s')
-    else:
-        check(False, f'not refused: "{words}"')
-
-
 def refuse_batches(team):
     """Each rank has something of its own, or one of them has."""
     ids, at = torch.arange(2 * TOKENS).view(2, TOKENS), torch.arange(TOKENS)[None]
@@ -320,7 +290,7 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             run_test(test, folder)
             os.chdir('/')
-    return end(f'transformers {transformers.__version__}, torch {torch.__version__}')
+    return end(VERSIONS)
 
 
 if __name__ == '__main__':
