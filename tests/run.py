@@ -430,7 +430,7 @@ class Session:
                     made.append(self.installs[version])
                 after.append(self.installs[version])
             job = Job(self.key(part, test), lambda test=test: self.run_test(part, test), guess, after, alone=not test['is_parallel'],
-                      cores=PROCESSES if WIDE & set(suites(test)) else 1)
+                      cores=PROCESSES if WIDE & set(suites(test)) else 2 if INSTALLED & set(suites(test)) else 1)
             job.test, job.again = test, ':'.join(filter(None, (job.name, self.functions(part, test))))
             self.groups.setdefault(part.name, {}).setdefault(self.suite_of(part, test), []).append(job)
             made.append(job)

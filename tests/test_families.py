@@ -12,10 +12,11 @@ import copy
 import functools
 import itertools
 import os
+import re
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, end, equal, run_test  # pylint: disable=wrong-import-position
+from checks import check, end, equal, read, run_test  # pylint: disable=wrong-import-position
 from ranks import LIBRARY, VERSIONS, launch, refused  # pylint: disable=wrong-import-position
 import torch  # pylint: disable=wrong-import-position
 import transformers  # pylint: disable=wrong-import-position
@@ -221,6 +222,8 @@ def test_sweep():
     """Each family that transformers has is listed, or refused."""
     register(None)
     equal(sorted(LISTED), sorted({family for family, _ in FAMILIES}), 'the list')
+    page = read(os.path.join(sys.argv[2], 'docs', 'python.md')).decode().partition('Families (')[2].split('\n\n')[1]
+    equal(re.findall('`(.*?)`', page), sorted(LISTED), 'the list of docs/python.md')
     tried = 0
     for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
