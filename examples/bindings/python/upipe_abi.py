@@ -33,14 +33,25 @@ class Error(RuntimeError):
     pass
 
 
+def load(library):
+    """The library; what is none is refused."""
+    try:
+        lib = ctypes.CDLL(library)
+    except OSError as error:
+        raise Error(f'no library is loaded: {error}: give the path of libupipe_abi.so') from error
+    if not hasattr(lib, 'upipe_abi_sinks'):  # the newest function
+        raise Error(f'{library} is no library of upipe, or an older one: give the path of libupipe_abi.so')
+    return lib
+
+
 def can(library, name):
     """Whether this library has what upipe_abi_can names."""
-    return bool(ctypes.CDLL(library).upipe_abi_can(name.encode()))
+    return bool(load(library).upipe_abi_can(name.encode()))
 
 
 def draw_nccl_id(library):
     """Bytes of which one rank draws them and sends them to all: nccl_id= of their Attention."""
-    lib, drawn, why = ctypes.CDLL(library), ctypes.create_string_buffer(NCCL_ID_BYTES), ctypes.create_string_buffer(256)
+    lib, drawn, why = load(library), ctypes.create_string_buffer(NCCL_ID_BYTES), ctypes.create_string_buffer(256)
     if lib.upipe_abi_nccl_id(drawn, why, ctypes.c_size_t(len(why))) != 0:
         raise Error(why.value.decode())
     return drawn.raw
@@ -76,7 +87,7 @@ class Attention:
 
     def __init__(self, library, rank=None, headers=None, data=None, nccl_id=None, mpi=False, **desc):
         p, i = ctypes.c_void_p, ctypes.c_int
-        self.lib = ctypes.CDLL(library)
+        self.lib = load(library)
         self.lib.upipe_abi_open.restype = p
         self.lib.upipe_abi_open.argtypes = [ctypes.POINTER(Desc), ctypes.c_char_p, ctypes.c_size_t]
         self.lib.upipe_abi_open_sockets.restype = p

@@ -21,9 +21,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from upipe_abi import Attention, Error, can, draw_nccl_id
+from upipe_abi import Attention, Error, can, draw_nccl_id, load
 from upipe_torch import attention
 
 LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'libupipe_abi.so')  # where the wheel has it
@@ -149,6 +151,8 @@ class Ranks:
     """
 
     def __init__(self, library=LIBRARY, group=None):
+        if not dist.is_initialized():
+            raise Error('torch.distributed has no process group: call init_process_group() before, or team_from_env()')
         self.library, self.group = library, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -178,9 +182,10 @@ class Ranks:
 
     def sum_gradients(self, model):
         """In place. A parameter that no token of this rank has used counts as zeros."""
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            raise Error('DistributedDataParallel has taken means of the gradients: multiply the loss by the ranks, and leave '
-                        'sum_gradients() out; or wrap no model')
+        for part in model.modules():  # torch.compile may have wrapped it once more
+            if isinstance(part, (DistributedDataParallel, FullyShardedDataParallel)):
+                raise Error(f'{type(part).__name__} has taken means of the gradients: multiply the loss by the ranks, and leave '
+                            'sum_gradients() out; or wrap no model')
         for name, p in model.named_parameters():
             if isinstance(p, DTensor):
                 raise Error(f'{name} is sharded, as by FSDP2, which sums gradients itself: leave sum_gradients() out')
@@ -224,7 +229,7 @@ class MpiTeam(Ranks):
     """Over MPI, all ranks of MPI_COMM_WORLD. Who finds MPI not yet running starts it, and ends it with the process."""
 
     def open(self):
-        mpi, running = ctypes.CDLL(self.library), ctypes.c_int()
+        mpi, running = load(self.library), ctypes.c_int()
         mpi.MPI_Initialized(ctypes.byref(running))
         if not running.value:
             mpi.MPI_Init(None, None)

@@ -22,8 +22,9 @@ import threading
 import warnings
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
-from upipe_abi import OPENED, Error
+from upipe_abi import OPENED, Attention, Error
 
 OLDEST, NEWEST = '2.8', '2.15'  # PyTorch that this is tested with; pyproject.toml has the same
 DTYPES = (torch.float32, torch.bfloat16)  # by upipe_abi_desc.dtype
@@ -68,6 +69,8 @@ def describe(u, rank, q, k, v, sinks, **asked):
         raise Error(f'q is {q.dtype}, which is not served: torch.float32 and torch.bfloat16 are')
     if q.dim() != 4 or k.dim() != 4:
         raise Error(f'q is {tuple(q.shape)} and k {tuple(k.shape)}: they are batch, rows, heads, head dim')
+    if asked['tokens'] is None and u.tokens == 0:
+        raise Error('tokens= is missing, those of a sequence on all ranks: the handle of a team has none')
     batch, _, heads, head_dim = q.shape
     u.describe(rank, batch=batch, heads=heads, kv_heads=k.shape[2], head_dim=head_dim, dtype=DTYPES.index(q.dtype),
                **{name: value for name, value in asked.items() if value is not None})
@@ -181,6 +184,21 @@ def no_map(*_):
     raise Error('attention is not mapped: a batch is a dimension of its tensors')
 
 
+def check_numbers(u, rank, **tensors):
+    """If one tensor is on meta, PyTorch calls no library, and returns what nobody has written. It drops tangents without a word."""
+    for name, t in tensors.items():
+        why = None
+        if not torch.is_tensor(t):
+            why = f'{name} is a {type(t).__name__}, and no tensor'
+        elif t.is_meta:
+            why = f'{name} is on meta, and has no numbers: load the model, or move it with to_empty(device=...)'
+        elif unpack_dual(t).tangent is not None:
+            why = f'{name} has a tangent: attention has no derivatives in forward mode; take those of backward()'
+        if why:
+            u.abort(rank, why)  # the other ranks' tensors may be right
+            raise Error(why)
+
+
 def autocast_dtype(device):
     """Of torch.autocast around this call; None: there is none."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -203,12 +221,14 @@ def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, wind
     or a forked parent's, a rank that is not here, all ranks on one thread, and what another rank has failed with. It releases the
     other ranks, and the handle can then only be closed
     """
-    if q.device.type == 'meta':
-        raise Error('q is on meta, and has no numbers: load the model, or move it with to_empty(device=...)')
+    if not isinstance(u, Attention):
+        raise Error(f'u is a {type(u).__name__}, and no handle: give team.u, or call team.attention()')
+    borders_of = torch.as_tensor(cu_seqlens) if len(cu_seqlens) > 0 else None
+    more = {'sinks': sinks, 'cu_seqlens': borders_of}
+    check_numbers(u, rank, q=q, k=k, v=v, **{name: t for name, t in more.items() if t is not None})
     dtype = autocast_dtype(q.device.type)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    borders_of = torch.as_tensor(cu_seqlens) if len(cu_seqlens) > 0 else None
     saved = saved_bytes(u, rank, u.tokens if tokens is None else tokens, q.shape[0], q.shape[2]) if q.dim() == 4 else 0
     # a slice of a fused projection is copied once, for forward and backward
     return forward_op(q.contiguous(), k.contiguous(), v.contiguous(), None if sinks is None else sinks.float().contiguous(), borders_of,

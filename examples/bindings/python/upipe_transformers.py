@@ -48,7 +48,7 @@ MIXERS = re.compile('mamba|rwkv|rglru|lightning|retention|delta(net|attention)',
 SERVED = [0]  # layers that attend() has been called for, or that were traced
 
 
-def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
+def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None, **more):
     """Arguments of model(...) for this rank's tokens. All ranks call it, with the same tensors.
 
     input_ids       [batch][tokens], the same on all ranks
@@ -57,7 +57,7 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
     position_ids    [1 or batch][tokens]; None: 0, 1, 2 ... Where they begin anew a packed document does, in a batch of 1
     attention_mask  ones, or None
     """
-    check_same(team, input_ids=input_ids, labels=labels, position_ids=position_ids, attention_mask=attention_mask)
+    check_batch(team, more, input_ids=input_ids, labels=labels, position_ids=position_ids, attention_mask=attention_mask)
     batch, tokens = input_ids.shape
     if tokens < team.ranks:
         raise Error(f'{tokens} tokens for {team.ranks} ranks')
@@ -81,16 +81,38 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None):
     return out
 
 
-def check_same(team, **tensors):
-    """A sampler of data parallelism gives each rank batches of its own. Pieces of different texts would train without a word."""
-    own = {name: t if t is None else (tuple(t.shape), hashlib.blake2b(t.long().cpu().contiguous().numpy(), digest_size=8).digest())
-           for name, t in tensors.items()}
+def check_batch(team, more, **given):
+    """All ranks have the same batch, and a right one. A sampler of data parallelism gives each rank batches of its own: pieces of
+    different texts would train without a word."""
+    own = wrong_batch(more, **given) or {
+        name: t if t is None else (tuple(t.shape), hashlib.blake2b(t.long().cpu().contiguous().numpy(), digest_size=8).digest())
+        for name, t in given.items()}
     all_of_it = team.of_all(own)
+    for peer, other in enumerate(all_of_it):
+        if isinstance(other, str):
+            raise Error(other if other == own else f'rank {peer}: {other}')
     for peer, other in enumerate(all_of_it):
         for name in own:
             if other[name] != all_of_it[0][name]:
                 raise Error(f'rank {peer} has other {name} than rank 0: all ranks of a team take the same batches, so that no sampler '
                             f'may cut the data by rank')
+
+
+def wrong_batch(more, **given):
+    """A sentence, or None. Labels of other tokens, for one, would be cut without a word."""
+    if more:
+        return f'shard() takes no {", ".join(sorted(more))}: give it the whole batch, and not what shard() has returned'
+    whole = getattr(given['input_ids'], 'shape', None)
+    for name, t in given.items():
+        if t is None and name != 'input_ids':
+            continue
+        if not torch.is_tensor(t):
+            return f'{name} is a {type(t).__name__}, and no tensor: shard() takes tensors of integers [batch][tokens]'
+        fits = t.dim() == 2 and (t.shape == whole or name == 'position_ids' and t.shape == (1, whole[1]))
+        if not fits or t.is_meta or t.is_floating_point() and name != 'attention_mask':
+            return (f'{name} is {t.dtype} {tuple(t.shape)} on {t.device}: shard() takes integers [batch][tokens], all of the shape of '
+                    'input_ids, and with their numbers')
+    return None
 
 
 def positions(at, borders):
@@ -223,32 +245,54 @@ def serve():
     SERVED[0] += 1
 
 
+@torch.compiler.assume_constant_result
+def refuse(words):
+    """Of what is raised where torch.compile traces, PyTorch 2.7 shows no words; of what it calls, it does."""
+    raise Error(words)
+
+
 def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
     """What the library would compute otherwise, or not at all."""
     if team_tokens is None:
-        raise Error('the model is called without what shard() returns: model(**upipe_transformers.shard(team, input_ids=ids, labels=ids)); '
-                    'generate() is not served')
+        refuse('the model is called without what shard() returns: model(**upipe_transformers.shard(team, input_ids=ids, labels=ids)); '
+               'generate() is not served')
     what = [name for name in ('position_bias', 'head_mask', 'block_table') if more.get(name) is not None]
     if attention_mask is not None:
-        raise Error('attention_mask is not served: shard() drops one that hides nothing')
+        refuse('attention_mask is not served: shard() drops one that hides nothing')
     if dropout:
-        raise Error(f'attention dropout {dropout} is not served')
+        refuse(f'attention dropout {dropout} is not served')
     if use_cache:
-        raise Error('use_cache is not served, nor generate(): keys of earlier tokens are not kept')
+        refuse('use_cache is not served, nor generate(): keys of earlier tokens are not kept')
     if what or more.get('output_attentions'):
-        raise Error(f'{(what or ["output_attentions"])[0]} is not served')
+        refuse(f'{(what or ["output_attentions"])[0]} is not served')
     if position_ids is not None and position_ids.dtype != POSITIONS:
-        raise Error('position_ids are not those that shard() returns, or are missing')
+        refuse('position_ids are not those that shard() returns, or are missing')
     rope = getattr(module.config, 'rope_parameters', None) or {}
     kinds = {one['rope_type'] for one in (rope, *rope.values()) if isinstance(one, dict) and 'rope_type' in one}
     for kind in kinds & {'dynamic', 'longrope'}:
-        raise Error(f'rope_type {kind} is not served: its angles are those of the longest position that a rank sees')
+        refuse(f'rope_type {kind} is not served: its angles are those of the longest position that a rank sees')
+
+
+def check_positions(team, position_ids, borders, tokens):
+    first, count = team.rows(tokens)
+    words = "position_ids and cu_seq_lens_q are not those of this rank's tokens: take shard()'s, of this team"
+    right = position_ids.shape[-1] == count
+    if right:
+        own = positions(torch.arange(first, first + count, device=position_ids.device), borders)
+        right = (position_ids == own).all() & (borders[0] == 0) & (borders[-1] == tokens)
+        if torch.compiler.is_compiling() or right.is_cuda:  # where nothing waits for the answer
+            torch._assert_async(right, words)  # pylint: disable=protected-access
+            return
+    if not right:
+        if not torch.compiler.is_compiling():
+            team.u.abort(team.rank, words)  # on the other ranks they may be right
+        refuse(words)
 
 
 def own_mask(attention_mask=None, use_vmap=False, config=None, **_):
     """In place of transformers' masks: what hides more than causality, windows and borders of documents is no argument."""
     if use_vmap or getattr(config, 'attention_chunk_size', None):
-        raise Error("the model's own kind of mask is not served: causal, sliding windows and packed documents are")
+        refuse("the model's own kind of mask is not served: causal, sliding windows and packed documents are")
     return attention_mask
 
 
@@ -263,13 +307,9 @@ def register(team, name='upipe', allow_unlisted=False):
 
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
                is_causal=None, position_ids=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, s_aux=None, **more):
-        check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more)
+        check_call(module, attention_mask, dropout, use_cache, position_ids, None if cu_seq_lens_q is None else team_tokens, more)
         if module.layer_idx == 0 and position_ids is not None:
-            first, count = team.rows(team_tokens)
-            own = positions(torch.arange(first, first + count, device=query.device), cu_seq_lens_q)
-            whole = (cu_seq_lens_q[0] == 0) & (cu_seq_lens_q[-1] == team_tokens)
-            torch._assert_async((position_ids == own).all() & whole,  # pylint: disable=protected-access
-                                "position_ids and cu_seq_lens_q are not those of this rank's tokens: take shard()'s")
+            check_positions(team, position_ids, cu_seq_lens_q, team_tokens)
         serve()
         return team.attention(*(t.transpose(1, 2) for t in (query, key, value)), tokens=team_tokens,
                               cu_seqlens=cu_seq_lens_q if len(cu_seq_lens_q) > 2 else (),
