@@ -339,7 +339,7 @@ def test_refused_of_many():
 
 
 def test_versions():
-    with mock.patch('torch.__version__', '2.5.1+cpu'):
+    with mock.patch('torch.__version__', '2.7.1+cpu'):
         refused('PyTorch 2.7.1+cpu is too old: install one from 2.8 to 2.15', lambda: importlib.reload(upipe_torch))
     for version, words in ('2.8.0a0+git', []), ('2.15.1', []), ('2.16.0', ['not been tested with PyTorch 2.16.0, but with 2.8 to 2.15']):
         with warnings.catch_warnings(record=True) as said:

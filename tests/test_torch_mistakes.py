@@ -516,7 +516,7 @@ def main():
     try_rows(0)
     for ranks in 1, 2:
         run_test(test_mistakes, ranks)
-    return end(f'{len(names)} mistakes, transformers {transformers.__version__}, torch {torch.__version__}')
+    return end(f'{len(names)} mistakes, {VERSIONS}')
 
 
 if __name__ == '__main__':
