@@ -360,7 +360,6 @@ MISTAKES = [
     (1, 'compiled: a mask', lambda s: s.compiled(**s.with_(attention_mask=s.ids)), Carried('attention_mask is not served')),
     (1, 'compiled: a cache', lambda s: s.compiled(**s.with_(use_cache=True, past_key_values=transformers.DynamicCache())),
      Carried('use_cache is not served')),
-    (1, 'compiled: output_attentions', lambda s: s.compiled(**s.with_(output_attentions=True)), Others('lock')),
     (1, 'compiled: dropout', lambda s: compiled(s.model_of(attention_dropout=0.5).train())(**s.batch),
      Carried('dropout 0.5 is not served')),
     (1, 'compiled: attn_implementation is forgotten', lambda s: compiled(s.model_of(attn_implementation='sdpa'))(**s.batch),
