@@ -345,16 +345,18 @@ def page(bugs):
 
 
 def check(bugs):
-    """Each bug has its place; what is kept is of these bugs; the page has it."""
+    """Each bug has its place, and Python is none the worse for it; what is kept is of these bugs; the page has it."""
     by_file, wrong = {}, []
     for bug in bugs:
         by_file.setdefault(bug.file, []).append(bug)
     for name, here in by_file.items():
         try:
             with open(os.path.join(TOP, name), encoding='utf-8') as source:
-                plant(name, source.read(), here)
-        except (OSError, Broken) as broken:
-            wrong.append(str(broken))
+                text = plant(name, source.read(), here)
+            if name.endswith('.py'):
+                compile(text, name, 'exec')
+        except (OSError, Broken, SyntaxError) as broken:
+            wrong.append(f'{name}: {broken}')
     known = {(bug.area, bug.says) for bug in bugs}
     wrong += [f'matrix.tsv has a bug that no list has: {": ".join(row)}' for row in read_matrix() if row not in known]
     with open(os.path.join(TOP, 'docs', 'testing.md'), encoding='utf-8') as source:
