@@ -24,7 +24,7 @@ from torch import distributed  # pylint: disable=wrong-import-position
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # pylint: disable=wrong-import-position
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # pylint: disable=wrong-import-position
 from upipe_team import Team, team_from_env  # pylint: disable=wrong-import-position
-from upipe_transformers import LISTED, check_model, register, shard  # pylint: disable=wrong-import-position
+from upipe_transformers import LISTED, Registered, register, shard, wrong_model  # pylint: disable=wrong-import-position
 
 TOKENS, RANKS = 37, 4
 DOCUMENTS = [5, 1, 20, 11]
@@ -220,7 +220,6 @@ def test_family(team, row):
 
 def test_sweep():
     """Each family that transformers has is listed, or refused."""
-    register(None)
     equal(sorted(LISTED), sorted({family for family, _ in FAMILIES}), 'the list')
     page = read(os.path.join(sys.argv[2], 'docs', 'python.md')).decode().partition('Families (')[2].split('\n\n')[1]
     equal(re.findall('`(.*?)`', page), sorted(LISTED), 'the list of docs/python.md')
@@ -233,11 +232,8 @@ def test_sweep():
             check(family not in LISTED, f'{family} is listed')
             continue  # it takes more than these options
         tried += 1
-        model.config._attn_implementation = 'upipe'  # pylint: disable=protected-access
-        if model.config.model_type in LISTED:
-            check_model(model, None)
-        else:
-            refused(f'{type(model).__name__} is not served: ', lambda model=model: check_model(model, None))
+        why, name = wrong_model(model, Registered(None, False, 0)), type(model).__name__
+        check(why is None if model.config.model_type in LISTED else why.startswith(f'{name} is not served: '), f'{name}: {why}')
     check(tried >= 150, f'{tried} families are compared')
     print(f'{tried} families of transformers: {len(LISTED)} are listed, and the others refused')
 

@@ -62,12 +62,15 @@ class Scene:
         """Of one rank, without a team."""
         return Attention(LIBRARY, tokens=TOKENS, heads=4, kv_heads=2, head_dim=32, causal=1)
 
-    def model_of(self, **more):
-        torch.manual_seed(3)
-        config = transformers.LlamaConfig(**{
+    def model_of(self, seed=3, **more):
+        return self.of(transformers.LlamaForCausalLM, seed, num_key_value_heads=2, head_dim=32, **more)
+
+    def of(self, kind, seed=3, **more):
+        torch.manual_seed(seed)
+        config = kind.config_class(**{
             'vocab_size': 97, 'hidden_size': 64, 'intermediate_size': 80, 'num_hidden_layers': 2, 'num_attention_heads': 4,
-            'num_key_value_heads': 2, 'head_dim': 32, 'attn_implementation': 'upipe', **more})
-        return self.team and transformers.LlamaForCausalLM(config)
+            'pad_token_id': 0, 'attn_implementation': 'upipe', **more})
+        return self.team and kind(config)
 
     @functools.cached_property
     def model(self):
@@ -234,6 +237,43 @@ def forward_mode(attend, q):
         attend(forward_ad.make_dual(q, torch.ones_like(q)))
 
 
+def bigcode(scene):
+    """Its attention is given no positions."""
+    return scene.of(transformers.GPTBigCodeForCausalLM, num_attention_heads=2, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+
+
+def compiled_positions(scene):
+    """On the last rank alone; the others wait for it in the first layer."""
+    position_ids = scene.batch['position_ids']
+    scene.compiled(**scene.with_(position_ids=scene.last(position_ids + 1, position_ids)))
+
+
+def frozen_later(scene):
+    scene.model(**scene.batch).loss.backward()
+    scene.last(scene.model.model.norm, torch.nn.Identity()).requires_grad_(False)
+    scene.team.sum_gradients(scene.model)
+
+
+def sums_twice(scene):
+    for _ in range(2):
+        scene.model(**scene.batch).loss.backward()
+        scene.team.sum_gradients(scene.model)
+
+
+def unused(scene):
+    scene.model.extra = torch.nn.Parameter(torch.ones(3))
+    scene.model(**scene.batch).loss.backward()
+    scene.team.sum_gradients(scene.model)
+    check(scene.model.extra.grad is None, 'a parameter that nobody uses has a gradient')
+
+
+def calls_twice(scene, compiles):
+    torch.compiler.reset()
+    compiles(scene.model)
+    for _ in range(2):
+        scene.model(**scene.batch).loss.backward()
+
+
 def wrapped(scene, wrap):
     model = wrap(scene.model)
     model(**scene.batch).loss.backward()
@@ -305,7 +345,12 @@ MISTAKES = [
     (1, 'positions of one\'s own', lambda s: s.model(**s.with_(position_ids=torch.arange(TOKENS)[None])), 'position_ids are not those'),
     (2, 'positions are missing', lambda s: s.model(**s.without('position_ids')), 'position_ids are not those'),
     (2, 'positions are those of all tokens', lambda s: s.model(**s.with_(position_ids=torch.arange(TOKENS)[None].int())),
-     Others('must match the size')),
+     "shard()'s, of this team"),
+    (2, 'positions of a rank are those of all tokens, compiled', compiled_positions, Carried("shard()'s, of this team")),
+    (1, 'positions are missing where attention is not given them', lambda s: bigcode(s)(**s.without('position_ids')),
+     'position_ids are not those'),
+    (2, 'positions are those of another rank, where attention is not given them',
+     lambda s: bigcode(s)(**s.with_(position_ids=torch.arange(TOKENS // 2)[None].int())), "shard()'s, of this team"),
     (2, 'positions begin at 0 on each rank', lambda s: s.model(**s.with_(position_ids=torch.arange(TOKENS // 2)[None].int())),
      "shard()'s, of this team"),
     (1, 'borders are missing', lambda s: s.model(**s.without('cu_seq_lens_q')), 'without what shard() returns'),
@@ -339,7 +384,7 @@ MISTAKES = [
     (1, 'output_attentions', lambda s: s.model(**s.batch, output_attentions=True), 'output_attentions is not served'),
     (1, 'a model on meta', lambda s: s.model.to('meta')(**{name: t.to('meta') if torch.is_tensor(t) else t for name, t in s.batch.items()}),
      Others('meta')),
-    (1, 'a model on meta, and its batch is not', lambda s: s.model.to('meta')(**s.batch), Others('meta')),
+    (1, 'a model on meta, and its batch is not', lambda s: s.model.to('meta')(**s.batch), 'model.embed_tokens.weight is on meta'),
     (1, 'a model of float16', lambda s: s.model.half()(**s.batch), 'torch.float16, which is not served'),
     (1, 'a model of float64', lambda s: s.model.double()(**s.batch), 'torch.float64, which is not served'),
     (1, 'attn_implementation is forgotten', lambda s: s.model_of(attn_implementation='sdpa')(**s.batch), 'attn_implementation is sdpa'),
@@ -353,7 +398,23 @@ MISTAKES = [
      'leave sum_gradients() out'),
     (1, 'FSDP', lambda s: s.team.sum_gradients(FullyShardedDataParallel(s.model, device_id=torch.device('cpu'))),
      'leave sum_gradients() out'),
+    (2, 'other weights', lambda s: s.model_of(seed=s.team.rank)(**s.batch), 'other model.embed_tokens.weight than rank 0: all ranks begin'),
+    (2, 'other frozen weights', lambda s: s.last(s.model.model.norm, torch.nn.Identity()).requires_grad_(False) and s.model(**s.batch),
+     'other model.norm.weight than rank 0: all ranks begin'),
+    (2, 'weights that are frozen later', frozen_later, 'other model.norm.weight than rank 0: all ranks train'),
+    (2, 'a model on meta on a rank', lambda s: s.model.to(s.last('meta', 'cpu'))(**s.batch), 'model.embed_tokens.weight is on meta'),
+    (1, 'forward() of a head that is not listed', lambda s: s.of(transformers.LlamaForSequenceClassification).forward(**s.without('labels')),
+     'LlamaForSequenceClassification is not served'),
+    (1, 'forward() of a model without a head', lambda s: s.of(transformers.LlamaModel).forward(**s.without('labels')),
+     'call it, and not its forward()'),
+    (1, 'forward() of a listed head', lambda s: s.model.forward(**s.batch), WORKS),
+    (1, 'layers are left out by chance', lambda s: s.of(transformers.OPTForCausalLM, word_embed_proj_dim=64, ffn_dim=48, layerdrop=0.5).train()(
+        **s.batch), 'layerdrop is not served'),
+    (2, 'gradients are summed after each of several backwards', sums_twice, 'has been summed before'),
+    (2, 'parameters that nobody uses', unused, WORKS),
     # ---- transformers, compiled
+    (1, 'compiled in place', lambda s: calls_twice(s, lambda m: m.compile(backend='aot_eager')), WORKS),
+    (1, 'layers are compiled in place', lambda s: calls_twice(s, lambda m: [part.compile(backend='aot_eager') for part in m.model.layers]), WORKS),
     (1, 'compiled: no mistake', lambda s: s.compiled(**s.batch).loss.backward(), WORKS),
     (1, 'compiled: shard() is forgotten', lambda s: s.compiled(s.ids, use_cache=False), Carried('without what shard() returns')),
     (1, 'compiled: positions are missing', lambda s: s.compiled(**s.without('position_ids')), Carried('position_ids are not those')),
@@ -398,6 +459,8 @@ MISTAKES = [
     (1, 'borders without an end', lambda s: s.attend(cu_seqlens=[0, 5]), 'packed sequences up to 5'),
     (1, 'borders that descend', lambda s: s.attend(cu_seqlens=[0, 9, 5, TOKENS]), 'packed sequence 1 is [9, 5)'),
     (1, 'borders that are no integers', lambda s: s.attend(cu_seqlens=[0., 5., TOKENS]), 'cu_seqlens is torch.float32'),
+    (2, 'borders that are a number, on a rank', lambda s: s.attend(cu_seqlens=s.last(5, ())), (' no len()', Others(' no len()'))),
+    (2, 'a window that is no integer', lambda s: s.attend(window=3.5), Others('window')),
     (1, 'sinks on meta', lambda s: s.attend(sinks=torch.zeros(4, device='meta')), 'sinks is on meta'),
     (1, 'borders on meta', lambda s: s.attend(cu_seqlens=torch.zeros(3, device='meta')), 'cu_seqlens is on meta'),
     (1, 'sinks of another size', lambda s: s.attend(sinks=torch.zeros(2)), 'sinks is torch.float32 (2,)'),

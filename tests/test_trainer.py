@@ -259,6 +259,14 @@ def refuse_options(team, model):
         refuse(f'{name} is not served', set_on={name: True})
     for name in 'compute_metrics', 'compute_loss_func':
         refuse(f'{name} is not served', more={name: print})
+    refuse('neftune_noise_alpha is not served', neftune_noise_alpha=5.0)
+    refuse('it steps within the backward', optim='galore_adamw_layerwise', optim_target_modules='all-linear')
+    refuse('it steps within the backward', optim='lomo')
+    refuse('model is missing', None, more={'model_init': print})
+    refused('args is missing', lambda: Trainer(model))
+    for name in 'compute_loss', 'training_step':
+        own = type('Own', (transformers.Trainer,), {name: lambda *_, **__: None})
+        refused(f'Own has a {name} of its own', lambda own=own: upipe_transformers.trainer_class(team, own)(model, None))
     refuse('DataParallel takes means of gradients', torch.nn.DataParallel(model))
     refuse('DistributedDataParallel takes means of gradients', torch.nn.parallel.DistributedDataParallel(model))
     args = trainer_arguments()('out', use_cpu=True)

@@ -142,6 +142,21 @@ class Door:
         return ends
 
 
+def wrong_gradients(model, trained):
+    """Why they are not summed, a sentence, or None."""
+    for part in model.modules():  # torch.compile may have wrapped it once more
+        if isinstance(part, (DistributedDataParallel, FullyShardedDataParallel)):
+            return (f'{type(part).__name__} has taken means of the gradients: multiply the loss by the ranks, and leave sum_gradients() '
+                    'out; or wrap no model')
+    for name, p in trained.items():
+        if isinstance(p, DTensor):
+            return f'{name} is sharded, as by FSDP2, which sums gradients itself: leave sum_gradients() out'
+        if getattr(p.grad, 'upipe_summed', False):  # a step that begins with new gradients has no such mark
+            return (f'the gradient of {name} has been summed before: call sum_gradients() once, after the last backward of a step, and '
+                    'zero_grad(), which sets to None, after it')
+    return None
+
+
 class Ranks:
     """The ranks of a process group, which hold a part of every sequence each; the base of teams.
 
@@ -165,6 +180,17 @@ class Ranks:
         dist.all_gather_object(all_of_it, what, group=self.group)
         return all_of_it
 
+    def agree(self, own, words):
+        """All ranks bring a dict that must be the same on each, or a sentence of what is wrong, which all of them then raise."""
+        all_of_it = self.of_all(own)
+        for peer, other in enumerate(all_of_it):
+            if isinstance(other, str):
+                raise Error(other if other == own else f'rank {peer}: {other}')
+        for peer, other in enumerate(all_of_it):
+            for name in {**all_of_it[0], **other}:
+                if other.get(name) != all_of_it[0].get(name):
+                    raise Error(f'rank {peer} has other {name} than rank 0: {words}')
+
     def rows(self, tokens):
         """(first, count) of this rank's tokens."""
         cut = [tokens // self.ranks * i + tokens % self.ranks * i // self.ranks for i in (self.rank, self.rank + 1)]
@@ -181,17 +207,17 @@ class Ranks:
         return total
 
     def sum_gradients(self, model):
-        """In place. A parameter that no token of this rank has used counts as zeros."""
-        for part in model.modules():  # torch.compile may have wrapped it once more
-            if isinstance(part, (DistributedDataParallel, FullyShardedDataParallel)):
-                raise Error(f'{type(part).__name__} has taken means of the gradients: multiply the loss by the ranks, and leave '
-                            'sum_gradients() out; or wrap no model')
-        for name, p in model.named_parameters():
-            if isinstance(p, DTensor):
-                raise Error(f'{name} is sharded, as by FSDP2, which sums gradients itself: leave sum_gradients() out')
-            if p.requires_grad:
+        """In place, once a step. A parameter that no token of this rank has used counts as zeros; one that no rank has used keeps
+        None as its gradient."""
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.agree(wrong_gradients(model, trained) or {name: (tuple(p.shape), str(p.dtype)) for name, p in trained.items()},
+                   'all ranks train the same parameters')
+        used = set().union(*self.of_all([name for name, p in trained.items() if p.grad is not None]))
+        for name, p in trained.items():
+            if name in used:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad, group=self.group)
+                p.grad.upipe_summed = True
 
     def gather(self, part, dim=1):
         """The tensor of which each rank has its tokens' part; without gradients."""

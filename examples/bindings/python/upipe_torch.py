@@ -58,7 +58,7 @@ def one_call(number, rank):
                 raise Error('PyTorch has one thread for all backwards of a device: on CUDA a rank is a process')
             u.stream(rank, torch.cuda.current_stream().cuda_stream)
         yield u
-    except Error as error:
+    except BaseException as error:
         u.abort(rank, str(error))
         raise
 
@@ -184,19 +184,15 @@ def no_map(*_):
     raise Error('attention is not mapped: a batch is a dimension of its tensors')
 
 
-def check_numbers(u, rank, **tensors):
+def check_numbers(**tensors):
     """If one tensor is on meta, PyTorch calls no library, and returns what nobody has written. It drops tangents without a word."""
     for name, t in tensors.items():
-        why = None
         if not torch.is_tensor(t):
-            why = f'{name} is a {type(t).__name__}, and no tensor'
-        elif t.is_meta:
-            why = f'{name} is on meta, and has no numbers: load the model, or move it with to_empty(device=...)'
-        elif unpack_dual(t).tangent is not None:
-            why = f'{name} has a tangent: attention has no derivatives in forward mode; take those of backward()'
-        if why:
-            u.abort(rank, why)  # the other ranks' tensors may be right
-            raise Error(why)
+            raise Error(f'{name} is a {type(t).__name__}, and no tensor')
+        if t.is_meta:
+            raise Error(f'{name} is on meta, and has no numbers: load the model, or move it with to_empty(device=...)')
+        if unpack_dual(t).tangent is not None:
+            raise Error(f'{name} has a tangent: attention has no derivatives in forward mode; take those of backward()')
 
 
 def autocast_dtype(device):
@@ -223,13 +219,23 @@ def attention(u, rank, q, k, v, *, tokens=None, cu_seqlens=(), causal=None, wind
     """
     if not isinstance(u, Attention):
         raise Error(f'u is a {type(u).__name__}, and no handle: give team.u, or call team.attention()')
+    call = {'causal': causal, 'window': window, 'softcap': softcap, 'scale': scale, 'chunk': chunk}
+    if torch.compiler.is_compiling():
+        return one_attention(u, rank, q, k, v, tokens, cu_seqlens, sinks, **call)
+    try:
+        return one_attention(u, rank, q, k, v, tokens, cu_seqlens, sinks, **call)
+    except (RuntimeError, TypeError, ValueError) as error:  # and not what a checkpoint ends its second forward with
+        u.abort(rank, str(error))  # what the other ranks have given may be right
+        raise
+
+
+def one_attention(u, rank, q, k, v, tokens, cu_seqlens, sinks, **call):
     borders_of = torch.as_tensor(cu_seqlens) if len(cu_seqlens) > 0 else None
-    more = {'sinks': sinks, 'cu_seqlens': borders_of}
-    check_numbers(u, rank, q=q, k=k, v=v, **{name: t for name, t in more.items() if t is not None})
+    check_numbers(q=q, k=k, v=v, **{name: t for name, t in (('sinks', sinks), ('cu_seqlens', borders_of)) if t is not None})
     dtype = autocast_dtype(q.device.type)
     if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     saved = saved_bytes(u, rank, u.tokens if tokens is None else tokens, q.shape[0], q.shape[2]) if q.dim() == 4 else 0
     # a slice of a fused projection is copied once, for forward and backward
     return forward_op(q.contiguous(), k.contiguous(), v.contiguous(), None if sinks is None else sinks.float().contiguous(), borders_of,
-                      tokens, window, causal, softcap, scale, chunk, saved, u.number, rank)[0]
+                      tokens, *(call[name] for name in ('window', 'causal', 'softcap', 'scale', 'chunk')), saved, u.number, rank)[0]

@@ -15,12 +15,15 @@ call, or compares itself: register(team, allow_unlisted=True).
 """
 
 import collections
+import gc
 import hashlib
 import inspect
+import itertools
 import re
-import weakref
 
 import torch
+import transformers
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
@@ -39,12 +42,15 @@ LISTED = frozenset('''
     modernbert-decoder nanochat olmo olmo2 olmo3 olmoe opt phi phi3 qwen2 qwen3 qwen3_moe sarvam_moe seed_oss smollm3
     solar_open starcoder2 vaultgemma
 '''.split())
-# By attn_implementation: what register() was given, and the models that have had their first call.
-REGISTERED = {}
-Registered = collections.namedtuple('Registered', 'team allow_unlisted checked')
+# By attn_implementation: what register() was given, and a number, which modules of the models that are served have as theirs.
+REGISTERED, NUMBERS = {}, itertools.count(1)
+Registered = collections.namedtuple('Registered', 'team allow_unlisted number')
+SAMPLE = 1024  # numbers of a parameter that ranks compare
 FAR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of the largest logit: from here on a model that compares itself is refused
 # Classes of modules that mix tokens, are no attention, and may have no convolution.
 MIXERS = re.compile('mamba|rwkv|rglru|lightning|retention|delta(net|attention)', re.IGNORECASE)
+FORGOTTEN = ('the model is called without what shard() returns: model(**upipe_transformers.shard(team, input_ids=ids, labels=ids)); '
+             'generate() is not served')
 SERVED = [0]  # layers that attend() has been called for, or that were traced
 
 
@@ -84,18 +90,12 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None, 
 def check_batch(team, more, **given):
     """All ranks have the same batch, and a right one. A sampler of data parallelism gives each rank batches of its own: pieces of
     different texts would train without a word."""
-    own = wrong_batch(more, **given) or {
-        name: t if t is None else (tuple(t.shape), hashlib.blake2b(t.long().cpu().contiguous().numpy(), digest_size=8).digest())
-        for name, t in given.items()}
-    all_of_it = team.of_all(own)
-    for peer, other in enumerate(all_of_it):
-        if isinstance(other, str):
-            raise Error(other if other == own else f'rank {peer}: {other}')
-    for peer, other in enumerate(all_of_it):
-        for name in own:
-            if other[name] != all_of_it[0][name]:
-                raise Error(f'rank {peer} has other {name} than rank 0: all ranks of a team take the same batches, so that no sampler '
-                            f'may cut the data by rank')
+    team.agree(wrong_batch(more, **given) or {name: t if t is None else (tuple(t.shape), digest(t.long())) for name, t in given.items()},
+               'all ranks of a team take the same batches, so that no sampler may cut the data by rank')
+
+
+def digest(t):
+    return hashlib.blake2b(t.detach().cpu().contiguous().view(torch.uint8).numpy(), digest_size=8).digest()
 
 
 def wrong_batch(more, **given):
@@ -143,32 +143,59 @@ def unlisted(model):
     return f'of {family}, {" and ".join(names)} of transformers are'
 
 
+def whole(model):
+    """The largest model that this one is a part of. Who wraps models, as PEFT does, may call the forward() of it, and not itself."""
+    if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():  # the search takes 0.1 s
+        return model
+    held = [one for one in gc.get_objects() if issubclass(type(one), PreTrainedModel) and any(part is model for part in one.modules())]
+    return max(held, key=lambda one: len(list(one.modules())))
+
+
+def weights(model):
+    """By name what ranks must have the same of: all of a parameter but its numbers, and some of these. Or a sentence."""
+    for name, p in model.named_parameters():
+        if p.is_meta:
+            return f'{name} is on meta, and has no numbers: load the model, or move it with to_empty(device=...)'
+    return {name: (tuple(p.shape), str(p.dtype), p.requires_grad,
+                   None if isinstance(p, DTensor) else digest(p.detach().flatten()[::max(p.numel() // SAMPLE, 1)]))
+            for name, p in model.named_parameters()}
+
+
+def wrong_model(model, registered):
+    """A sentence, or None."""
+    name = type(model).__name__
+    for what in mixers(model):
+        return f'{name} is not served: {what} mixes the tokens that a rank has, and is no attention'
+    why = registered and not registered.allow_unlisted and unlisted(model)
+    return f'{name} is not served: {why}; register(team, allow_unlisted=True) compares it at its first call' if why else None
+
+
 @torch.compiler.assume_constant_result
 def check_model(model, router_logits):
-    """SERVED before the model's call."""
-    name = type(model).__name__
+    """All ranks come here at the first call of a model. SERVED before it; -1 at later calls."""
     if getattr(model.config, 'output_router_logits', False) if router_logits is None else router_logits:
         raise Error("output_router_logits is not served: the routers' auxiliary loss is no sum over tokens, and each rank has that "
                     'of its own: turn it off')
-    registered = REGISTERED.get(model.config._attn_implementation)  # pylint: disable=protected-access
-    if registered is None or model not in registered.checked:
-        for what in mixers(model):
-            raise Error(f'{name} is not served: {what} mixes the tokens that a rank has, and is no attention')
-        if registered is None:
-            check_served(model, SERVED[0])
-        why = unlisted(model)
-        if why and not registered.allow_unlisted:
-            raise Error(f'{name} is not served: {why}; register(team, allow_unlisted=True) compares it at its first call')
-        # With the models that are its parts, which the comparison calls.
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        registered.checked.update(parts)
-        try:
-            if why:
-                compare(model, registered.team)
-        except BaseException:
-            registered.checked.difference_update(parts)
-            raise
-    return SERVED[0]
+    registered, before = REGISTERED.get(model.config._attn_implementation), SERVED[0]  # pylint: disable=protected-access
+    if registered and getattr(model, 'upipe_number', None) == registered.number:
+        return -1
+    model = whole(model)
+    why = wrong_model(model, registered)
+    if registered is None:
+        if why:
+            raise Error(why)
+        check_served(model, before)
+    registered.team.agree(why or weights(model), 'all ranks begin with the same weights: load them, or seed the ranks alike')
+    for part in model.modules():
+        part.upipe_number = registered.number  # those of the comparison's calls are checked, too
+    try:
+        if unlisted(model):
+            compare(model, registered.team)
+    except BaseException:
+        for part in model.modules():
+            del part.upipe_number
+        raise
+    return before
 
 
 def compare(model, team):
@@ -220,7 +247,7 @@ def results(out):
 
 @torch.compiler.assume_constant_result
 def check_served(model, before):
-    if SERVED[0] == before:
+    if SERVED[0] == before:  # at a first call: what is compiled serves no more
         raise Error(f'{type(model).__name__} has called no attention of register(): its attn_implementation is '
                     f'{model.config._attn_implementation}, or what mixes tokens is its own')  # pylint: disable=protected-access
 
@@ -229,7 +256,15 @@ def call_model(model, *args, **kwargs):
     """A model's call, with or without what shard() returns."""
     if 'team_tokens' not in kwargs:
         return torch.nn.Module.__call__(model, *args, **kwargs)
+    borders, position_ids, name = kwargs.get('cu_seq_lens_q'), kwargs.get('position_ids'), model.config._attn_implementation
     before = model.check_model(kwargs.get('output_router_logits'))
+    if borders is None:
+        refuse(FORGOTTEN)
+    if position_ids is None or position_ids.dtype != POSITIONS:
+        refuse('position_ids are not those that shard() returns, or are missing')
+    if model.training and getattr(model.config, 'layerdrop', 0):
+        refuse('layerdrop is not served: each rank would leave out other layers')
+    kwargs['position_ids'] = positions_op(position_ids, borders, kwargs['team_tokens'], name)
     out = torch.nn.Module.__call__(model, *args, **kwargs)
     model.check_served(before)
     return out
@@ -251,11 +286,12 @@ def refuse(words):
     raise Error(words)
 
 
-def check_call(module, attention_mask, dropout, use_cache, position_ids, team_tokens, more):
+def check_call(module, attention_mask, dropout, use_cache, team_tokens, number, more):
     """What the library would compute otherwise, or not at all."""
     if team_tokens is None:
-        refuse('the model is called without what shard() returns: model(**upipe_transformers.shard(team, input_ids=ids, labels=ids)); '
-               'generate() is not served')
+        refuse(FORGOTTEN)
+    if getattr(module, 'upipe_number', None) != number:
+        refuse('the model has not been checked: call it, and not its forward()')
     what = [name for name in ('position_bias', 'head_mask', 'block_table') if more.get(name) is not None]
     if attention_mask is not None:
         refuse('attention_mask is not served: shard() drops one that hides nothing')
@@ -265,28 +301,27 @@ def check_call(module, attention_mask, dropout, use_cache, position_ids, team_to
         refuse('use_cache is not served, nor generate(): keys of earlier tokens are not kept')
     if what or more.get('output_attentions'):
         refuse(f'{(what or ["output_attentions"])[0]} is not served')
-    if position_ids is not None and position_ids.dtype != POSITIONS:
-        refuse('position_ids are not those that shard() returns, or are missing')
     rope = getattr(module.config, 'rope_parameters', None) or {}
     kinds = {one['rope_type'] for one in (rope, *rope.values()) if isinstance(one, dict) and 'rope_type' in one}
     for kind in kinds & {'dynamic', 'longrope'}:
         refuse(f'rope_type {kind} is not served: its angles are those of the longest position that a rank sees')
 
 
-def check_positions(team, position_ids, borders, tokens):
+def check_positions(position_ids, borders, tokens, name):
+    """A copy of them, so that torch.compile keeps the check."""
+    team = REGISTERED[name].team
     first, count = team.rows(tokens)
-    words = "position_ids and cu_seq_lens_q are not those of this rank's tokens: take shard()'s, of this team"
-    right = position_ids.shape[-1] == count
-    if right:
-        own = positions(torch.arange(first, first + count, device=position_ids.device), borders)
-        right = (position_ids == own).all() & (borders[0] == 0) & (borders[-1] == tokens)
-        if torch.compiler.is_compiling() or right.is_cuda:  # where nothing waits for the answer
-            torch._assert_async(right, words)  # pylint: disable=protected-access
-            return
-    if not right:
-        if not torch.compiler.is_compiling():
-            team.u.abort(team.rank, words)  # on the other ranks they may be right
-        refuse(words)
+    own = positions(torch.arange(first, first + count, device=position_ids.device), borders)
+    if position_ids.shape[-1] != count or not ((position_ids == own).all() & (borders[0] == 0) & (borders[-1] == tokens)):
+        words = "position_ids and cu_seq_lens_q are not those of this rank's tokens: take shard()'s, of this team"
+        team.u.abort(team.rank, words)  # on the other ranks they may be right
+        raise Error(words)
+    return position_ids.clone()
+
+
+positions_op = torch.library.custom_op('upipe::positions', check_positions, mutates_args=(), schema=(
+    '(Tensor position_ids, Tensor borders, SymInt tokens, str name) -> Tensor'))
+positions_op.register_fake(lambda position_ids, borders, tokens, name: torch.empty_like(position_ids))
 
 
 def own_mask(attention_mask=None, use_vmap=False, config=None, **_):
@@ -303,13 +338,12 @@ def register(team, name='upipe', allow_unlisted=False):
                     logits and loss of a short row, this rank's part against the whole; that costs memory for the attention
                     of the longest window
     """
-    REGISTERED[name] = Registered(team, allow_unlisted, weakref.WeakSet())
+    number = next(NUMBERS)
+    REGISTERED[name] = Registered(team, allow_unlisted, number)
 
     def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None,
-               is_causal=None, position_ids=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, s_aux=None, **more):
-        check_call(module, attention_mask, dropout, use_cache, position_ids, None if cu_seq_lens_q is None else team_tokens, more)
-        if module.layer_idx == 0 and position_ids is not None:
-            check_positions(team, position_ids, cu_seq_lens_q, team_tokens)
+               is_causal=None, cu_seq_lens_q=None, team_tokens=None, use_cache=False, s_aux=None, **more):
+        check_call(module, attention_mask, dropout, use_cache, None if cu_seq_lens_q is None else team_tokens, number, more)
         serve()
         return team.attention(*(t.transpose(1, 2) for t in (query, key, value)), tokens=team_tokens,
                               cu_seqlens=cu_seq_lens_q if len(cu_seq_lens_q) > 2 else (),
@@ -320,17 +354,24 @@ def register(team, name='upipe', allow_unlisted=False):
     AttentionMaskInterface.register(name, own_mask)
 
 
-def check_trainer(team, model, args, more):
+def check_trainer(team, base, model, args, more):
     """What a Trainer on a team would compute otherwise."""
+    for name in 'compute_loss', 'training_step':
+        if getattr(base, name) is not getattr(transformers.Trainer, name):
+            raise Error(f"{base.__name__} has a {name} of its own, which knows of no ranks: derive from a class with Trainer's")
+    if model is None or args is None:
+        raise Error(f'{"model" if model is None else "args"} is missing: a Trainer on a team takes a model and TrainingArguments')
     state = args.distributed_state
     if (state.process_index, state.num_processes) != (team.rank, team.ranks):
         raise Error(f'Trainer has process {state.process_index} of {state.num_processes}, the team rank {team.rank} of {team.ranks}: '
                     f'start one team with torchrun, and make new TrainingArguments for each Trainer')
     options = {**vars(args), **more}
     for name in ('deepspeed', 'deepspeed_plugin', 'fsdp', 'fsdp_plugin_args', 'parallelism_config', 'label_smoothing_factor',
-                 'predict_with_generate', 'load_best_model_at_end', 'compute_metrics', 'compute_loss_func'):
+                 'predict_with_generate', 'load_best_model_at_end', 'compute_metrics', 'compute_loss_func', 'neftune_noise_alpha'):
         if options.get(name):
             raise Error(f'{name} is not served by a Trainer on a team: leave it out')
+    if re.search('layerwise|lomo', args.optim):
+        raise Error(f'optim {args.optim.value} is not served: it steps within the backward, before gradients are summed')
     if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
         raise Error(f'{type(model).__name__} takes means of gradients, which a Trainer on a team sums: give the model without it')
     if len(set((getattr(model, 'hf_device_map', None) or {}).values())) > 1:
@@ -341,8 +382,8 @@ def trainer_class(team, base):
     """transformers.Trainer, or a class derived from it, as base, on this team."""
 
     class TeamTrainer(base):
-        def __init__(self, model, args, **more):
-            check_trainer(team, model, args, more)
+        def __init__(self, model=None, args=None, **more):
+            check_trainer(team, base, model, args, more)
             # Else accelerate would cut the batches by rank, and take means of gradients. The rank stays, so that rank 0 alone
             # saves and logs.
             args.distributed_state.distributed_type = type(args.distributed_state.distributed_type).NO
