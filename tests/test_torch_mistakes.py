@@ -283,6 +283,36 @@ def closed(scene, times=1):
     return scene.team
 
 
+def closed_in_a_call(scene):
+    """Rank 0 closes while a thread of it waits for rank 1. The call goes on as if nothing had been."""
+    u, began, said, found = scene.team.u, threading.Event(), None, []
+    ask = u.ask
+
+    def seen(rank, name, *more):
+        if name == 'qkv_fwd':
+            began.set()
+        ask(rank, name, *more)
+
+    if scene.team.rank == 0:
+        with mock.patch.object(u, 'ask', seen):
+            thread = threading.Thread(target=lambda: found.append(scene.attend()))
+            thread.start()
+            began.wait()
+            time.sleep(0.5)  # until the library is in it
+            try:
+                scene.team.close()
+            except Error as error:
+                said = error
+            distributed.barrier()
+            thread.join()
+        equal(len(found), 1, 'calls that end well')
+        if said:
+            raise said
+    else:
+        distributed.barrier()
+        scene.attend()
+
+
 def interrupted(scene):
     """Ctrl-C reaches all processes of a terminal. This one waits for the other, which sleeps."""
     def strike():
@@ -422,6 +452,7 @@ MISTAKES = [
     (1, 'a model that holds a team is saved', lambda s: save(holding(s)), 'a team is of its processes'),
     (1, 'the state of a model that holds a team is saved', lambda s: save(holding(s).state_dict()), WORKS),
     (1, 'a forked child calls', lambda s: s.team and in_child(s.attend), 'the process that has forked this one'),
+    (1, 'a forked child closes', lambda s: in_child(s.team.close) or s.attend(), WORKS),
     (1, 'a worker of a DataLoader cuts', lambda s: load(s, lambda at: s.team.rows(TOKENS)), WORKS),
     (1, 'a worker of a DataLoader calls', lambda s: load(s, lambda at: s.attend()), Carried('the process that has forked this one')),
     (1, 'a worker of a DataLoader that is started anew', lambda s: load(s, print, multiprocessing_context='spawn'),
@@ -429,6 +460,7 @@ MISTAKES = [
     (2, 'two threads of a rank', twice_threaded, 'another thread is in a call of this rank'),
     (2, 'a closed team', lambda s: closed(s).attention(*3 * [torch.zeros(1, 18, 2, 32)], tokens=TOKENS), 'the handle is closed'),
     (2, 'closed twice', lambda s: closed(s, 2), WORKS),
+    (2, 'closed while a thread is in a call', closed_in_a_call, ('another thread is in a call of it', WORKS)),
     (2, 'one rank has closed', lambda s: s.last(lambda: closed(s), s.attend)() and s.attend(),
      ('rank 1 has freed its team', 'the handle is closed')),
     (2, 'a group without this rank', not_in_group, 'is not in its group'),
