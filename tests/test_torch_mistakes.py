@@ -269,6 +269,17 @@ def with_secret(scene, **more):
         Team(LIBRARY)
 
 
+def with_variables(variables):
+    with mock.patch.dict(os.environ, variables):
+        Team(LIBRARY)
+
+
+def without_address(scene):
+    fails = scene.last(OSError('no way there'), None)
+    with mock.patch('upipe_team.own_address', side_effect=fails, return_value='127.0.0.1'):
+        Team(LIBRARY)
+
+
 def other_file(text=None):
     if text is None:
         return Attention('/nowhere/libupipe_abi.so', ranks=1)
@@ -465,6 +476,9 @@ MISTAKES = [
      ('rank 1 has freed its team', 'the handle is closed')),
     (2, 'a group without this rank', not_in_group, 'is not in its group'),
     (2, 'other secrets', with_secret, 'another secret than rank 0'),
+    (2, 'a short secret on a rank', lambda s: with_variables({'UPIPE_SECRET': s.last('short', 20 * 'x')}),
+     ('rank 1: the secret has 5 bytes', 'the secret has 5 bytes')),
+    (2, 'no address on a rank', without_address, ('rank 1: no way there', 'no way there')),
     (2, 'a short secret', lambda s: with_secret(s, UPIPE_SECRET_FILE='/nowhere'), 'both set'),
     (0, 'no process group', lambda s: Team(LIBRARY), 'has no process group'),
     (0, 'no launcher', lambda s: team_from_env(LIBRARY), 'RANK is not set'),

@@ -165,6 +165,18 @@ class Ranks:
         dist.all_gather_object(all_of_it, what, group=self.group)
         return all_of_it
 
+    def on_all(self, make):
+        """What make() returns; all ranks call it. What it raises on one rank is raised on all, which would wait for that rank."""
+        made = failed = None
+        try:
+            made = make()
+        except Exception as error:  # pylint: disable=broad-except
+            failed = error
+        for peer, sentence in enumerate(self.of_all(failed and str(failed))):
+            if sentence is not None:
+                raise Error(sentence if peer == self.rank else f'rank {peer}: {sentence}') from failed
+        return made
+
     def rows(self, tokens):
         """(first, count) of this rank's tokens."""
         cut = [tokens // self.ranks * i + tokens % self.ranks * i // self.ranks for i in (self.rank, self.rank + 1)]
@@ -208,12 +220,13 @@ class Team(Ranks):
     """Over TCP."""
 
     def open(self):
-        key = self.of_all(os.urandom(PROOF))[0] + read_secret()
+        secret = self.on_all(read_secret)
+        key = self.of_all(os.urandom(PROOF))[0] + secret
         shown = self.of_all(hmac.digest(key, b'team', 'sha256'))
         for peer, other in enumerate(shown):
             if other != shown[0]:
                 raise Error(f'rank {peer} has another secret than rank 0')
-        door = Door(self.rank, self.ranks, key)
+        door = self.on_all(lambda: Door(self.rank, self.ranks, key))
         ends = door.sockets(self.of_all(door.place))
         self.ends = [end for row in ends for end in row if end]
         headers, data = ([end.fileno() if end else -1 for end in row] for row in ends)
