@@ -332,6 +332,7 @@ def closed_early(abi, library):
     thread = in_a_call(lib, u, 1, statuses)
     check(lib.upipe_abi_error(u, 0) == b'', f'rank 0 is told what became of a call of rank 1: {lib.upipe_abi_error(u, 0)}')
     check(lib.upipe_abi_drop(u, 0, 0) != 0 and lib.upipe_abi_close(u) != 0, 'a handle is closed under a call')
+    check(lib.upipe_abi_rows(u, 1, None) == 4, 'a rank that is in a call is asked for its rows')
     lib.upipe_abi_abort(u, 0, b'rank 0 has left')
     thread.join()
     check(statuses[-1] != 0 and b'rank 0 has left' in lib.upipe_abi_error(u, 1),

@@ -24,7 +24,7 @@ from torch import distributed  # pylint: disable=wrong-import-position
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # pylint: disable=wrong-import-position
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # pylint: disable=wrong-import-position
 from upipe_team import Team, team_from_env  # pylint: disable=wrong-import-position
-from upipe_transformers import LISTED, Registered, register, shard, wrong_model  # pylint: disable=wrong-import-position
+from upipe_transformers import LISTED, check_kind, register, shard  # pylint: disable=wrong-import-position
 
 TOKENS, RANKS = 37, 4
 DOCUMENTS = [5, 1, 20, 11]
@@ -232,8 +232,10 @@ def test_sweep():
             check(family not in LISTED, f'{family} is listed')
             continue  # it takes more than these options
         tried += 1
-        why, name = wrong_model(model, Registered(None, False, 0)), type(model).__name__
-        check(why is None if model.config.model_type in LISTED else why.startswith(f'{name} is not served: '), f'{name}: {why}')
+        if model.config.model_type in LISTED:
+            check_kind(model, False)
+        else:
+            refused(f'{type(model).__name__} is not served: ', lambda model=model: check_kind(model, False))
     check(tried >= 150, f'{tried} families are compared')
     print(f'{tried} families of transformers: {len(LISTED)} are listed, and the others refused')
 

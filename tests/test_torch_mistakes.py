@@ -309,6 +309,17 @@ def with_secret(scene, **more):
         Team(LIBRARY)
 
 
+def with_variables(variables):
+    with mock.patch.dict(os.environ, variables):
+        Team(LIBRARY)
+
+
+def without_address(scene):
+    fails = scene.last(OSError('no way there'), None)
+    with mock.patch('upipe_team.own_address', side_effect=fails, return_value='127.0.0.1'):
+        Team(LIBRARY)
+
+
 def other_file(text=None):
     if text is None:
         return Attention('/nowhere/libupipe_abi.so', ranks=1)
@@ -321,6 +332,36 @@ def closed(scene, times=1):
     for _ in range(times):
         scene.team.close()
     return scene.team
+
+
+def closed_in_a_call(scene):
+    """Rank 0 closes while a thread of it waits for rank 1. The call goes on as if nothing had been."""
+    u, began, said, found = scene.team.u, threading.Event(), None, []
+    ask = u.ask
+
+    def seen(rank, name, *more):
+        if name == 'qkv_fwd':
+            began.set()
+        ask(rank, name, *more)
+
+    if scene.team.rank == 0:
+        with mock.patch.object(u, 'ask', seen):
+            thread = threading.Thread(target=lambda: found.append(scene.attend()))
+            thread.start()
+            began.wait()
+            time.sleep(0.5)  # until the library is in it
+            try:
+                scene.team.close()
+            except Error as error:
+                said = error
+            distributed.barrier()
+            thread.join()
+        equal(len(found), 1, 'calls that end well')
+        if said:
+            raise said
+    else:
+        distributed.barrier()
+        scene.attend()
 
 
 def interrupted(scene):
@@ -443,6 +484,11 @@ MISTAKES = [
     (1, 'heads that are no multiple', lambda s: s.attend(k=s.draw(3)), '4 query heads are no multiple of 3'),
     (2, 'a rank with fewer rows', lambda s: s.attend(*(s.draw(h, rows=s.last(17, 18)) for h in (4, 2))), 'q is (1, 17, 4, 32)'),
     (2, 'no tokens for a rank', lambda s: s.attend(s.draw(rows=1), tokens=1), '1 tokens are fewer than 2'),
+    (1, 'a batch of 0', lambda s: s.attend(s.draw(batch=0)), 'q is (0, 36, 4, 32)'),
+    (2, 'a batch of 0 on a rank', lambda s: s.attend(s.draw(batch=s.last(0, 1))), 'q is (0, 18, 4, 32)'),
+    (1, 'no query heads', lambda s: s.attend(s.draw(0)), 'q is (1, 36, 0, 32)'),
+    (1, 'no heads of k and v', lambda s: s.attend(k=s.draw(0)), 'k is (1, 36, 0, 32)'),
+    (1, 'a head dim of 0', lambda s: s.attend(*(s.draw(h)[..., :0] for h in (4, 2))), 'q is (1, 36, 4, 0)'),
     (2, 'another batch', lambda s: s.attend(s.draw(batch=s.last(2, 1))), 'batch is 1 on rank 0 and 2 on rank 1'),
     (2, 'another type on a rank', lambda s: s.attend(s.draw(dtype=s.last(torch.bfloat16, torch.float32))),
      'is 0 on rank 0 and 1 on rank 1'),
@@ -485,6 +531,7 @@ MISTAKES = [
     (1, 'a model that holds a team is saved', lambda s: save(holding(s)), 'a team is of its processes'),
     (1, 'the state of a model that holds a team is saved', lambda s: save(holding(s).state_dict()), WORKS),
     (1, 'a forked child calls', lambda s: s.team and in_child(s.attend), 'the process that has forked this one'),
+    (1, 'a forked child closes', lambda s: in_child(s.team.close) or s.attend(), WORKS),
     (1, 'a worker of a DataLoader cuts', lambda s: load(s, lambda at: s.team.rows(TOKENS)), WORKS),
     (1, 'a worker of a DataLoader calls', lambda s: load(s, lambda at: s.attend()), Carried('the process that has forked this one')),
     (1, 'a worker of a DataLoader that is started anew', lambda s: load(s, print, multiprocessing_context='spawn'),
@@ -492,10 +539,14 @@ MISTAKES = [
     (2, 'two threads of a rank', twice_threaded, 'another thread is in a call of this rank'),
     (2, 'a closed team', lambda s: closed(s).attention(*3 * [torch.zeros(1, 18, 2, 32)], tokens=TOKENS), 'the handle is closed'),
     (2, 'closed twice', lambda s: closed(s, 2), WORKS),
+    (2, 'closed while a thread is in a call', closed_in_a_call, ('another thread is in a call of it', WORKS)),
     (2, 'one rank has closed', lambda s: s.last(lambda: closed(s), s.attend)() and s.attend(),
      ('rank 1 has freed its team', 'the handle is closed')),
     (2, 'a group without this rank', not_in_group, 'is not in its group'),
     (2, 'other secrets', with_secret, 'another secret than rank 0'),
+    (2, 'a short secret on a rank', lambda s: with_variables({'UPIPE_SECRET': s.last('short', 20 * 'x')}),
+     ('rank 1: the secret has 5 bytes', 'the secret has 5 bytes')),
+    (2, 'no address on a rank', without_address, ('rank 1: no way there', 'no way there')),
     (2, 'a short secret', lambda s: with_secret(s, UPIPE_SECRET_FILE='/nowhere'), 'both set'),
     (0, 'no process group', lambda s: Team(LIBRARY), 'has no process group'),
     (0, 'no launcher', lambda s: team_from_env(LIBRARY), 'RANK is not set'),

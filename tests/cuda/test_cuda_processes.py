@@ -76,7 +76,7 @@ def abi_rank(rank):
         o, dq, dk, dv = [put([0.0] * (len(at) * w)) for w in (widths[0], *widths[:3])]
         u.qkv_fwd(rank, o, q, k, v)
         u.qkv_bwd(rank, dq, dk, dv, dout, o, q, k, v)
-        u.ask(rank, u.lib.upipe_abi_sync(ctypes.c_void_p(u.handle), rank))
+        u.ask(rank, 'sync')
         held_to(want, at, [get(p, len(at) * w) for p, w in zip((o, dq, dk, dv), (widths[0], *widths[:3]))], f'{more}, rank {rank}')
         check(u.lib.upipe_abi_close(ctypes.c_void_p(u.handle)) == 0 and all(cuda.cudaFree(p) == 0 for p in (q, k, v, dout)), 'the close')
     return end(f'rank {rank}')

@@ -16,7 +16,17 @@ _Static_assert((int)UPIPE_ABI_ZIGZAG == (int)UPIPE_ZIGZAG && (int)UPIPE_ABI_STRI
 /* Each forward holds a block until its backward, a call some more: the dry run's table has UPIPE_DRY_BLOCKS_MAX. */
 enum { LAYERS_MAX = 1000 };
 
+/* What a rank says of itself at any time: as its last call has left it. */
+typedef struct abi_told {
+    upipe_shard shard;
+    int64_t rows, bytes, saved_bytes;
+    upipe_err err;
+} abi_told;
+
 typedef struct abi_rank {
+    struct abi *of;
+    int busy; /* in a call; under abi_lock, as told */
+    abi_told told;
     upipe_abi_desc desc; /* of its calls from now on; tokens 0: none yet */
     upipe_plan plan;
     upipe_ctx ctx;
@@ -30,7 +40,6 @@ typedef struct abi_rank {
     const float *sinks; /* the caller's, as dsinks */
     float *dsinks;
     abi_compute compute;
-    char busy; /* atomic: in a call */
 } abi_rank;
 
 typedef struct abi {
@@ -38,6 +47,7 @@ typedef struct abi {
     abi_rank *rank; /* [team.here] */
     pid_t process;
     uintptr_t handle;
+    int calls; /* of all threads, that are not over; under abi_lock, as next */
     struct abi *next;
 } abi;
 
@@ -63,24 +73,12 @@ static upipe_abi *abi_enter(abi *u)
     return (upipe_abi *)u->handle;
 }
 
-/* What is behind a handle; NULL: it is not open. */
-static abi *abi_of(const upipe_abi *handle)
-{
-    abi *u;
-    pthread_mutex_lock(&abi_lock);
-    for (u = abi_first; u != NULL && u->handle != (uintptr_t)handle;) u = u->next;
-    pthread_mutex_unlock(&abi_lock);
-    return u;
-}
-
-/* The handle is closed from now on. */
-static void abi_leave_list(abi *u)
+/* Where the list has a handle; where it has NULL: it is not open. abi_lock is held. */
+static abi **abi_at(const upipe_abi *handle)
 {
     abi **at = &abi_first;
-    pthread_mutex_lock(&abi_lock);
-    while (*at != u) at = &(*at)->next;
-    *at = u->next;
-    pthread_mutex_unlock(&abi_lock);
+    while (*at != NULL && (*at)->handle != (uintptr_t)handle) at = &(*at)->next;
+    return at;
 }
 
 /* A rank of a handle; NULL: there is none, or the handle is a forked parent's. */
@@ -89,6 +87,66 @@ static abi_rank *abi_rank_of(abi *u, int rank)
     if (u == NULL || u->process != getpid()) return NULL;
     return rank >= u->team.first && rank < u->team.first + u->team.here ? &u->rank[rank - u->team.first]
                                                                         : NULL;
+}
+
+static void abi_tell(abi_rank *r)
+{
+    r->told.shard = r->plan.shard;
+    r->told.rows = r->plan.local;
+    r->told.bytes = (int64_t)r->mem.slab_bytes;
+    r->told.saved_bytes = (int64_t)(sizeof(upipe_given) + r->plan.buffers.lse);
+    r->told.err = r->ctx.err;
+}
+
+/* Whether there is this rank, and what it says of itself. */
+static int abi_ask(const upipe_abi *handle, int rank, abi_told *out)
+{
+    const abi_rank *r;
+    pthread_mutex_lock(&abi_lock);
+    r = abi_rank_of(*abi_at(handle), rank);
+    if (r != NULL) *out = r->told;
+    pthread_mutex_unlock(&abi_lock);
+    return r != NULL;
+}
+
+/* A rank of which this thread is in a call until abi_end, and which no close frees before; NULL: refused. */
+static abi_rank *abi_begin(const upipe_abi *handle, int rank)
+{
+    abi_rank *r;
+    int busy;
+    pthread_mutex_lock(&abi_lock);
+    r = abi_rank_of(*abi_at(handle), rank);
+    busy = r != NULL && r->busy;
+    if (r != NULL && !busy) r->busy = 1, ++r->of->calls;
+    pthread_mutex_unlock(&abi_lock);
+    abi_clash.handle = busy ? (uintptr_t)handle : 0;
+    abi_clash.rank = rank;
+    return busy ? NULL : r;
+}
+
+static int abi_end(abi_rank *r, upipe_status s)
+{
+    pthread_mutex_lock(&abi_lock);
+    abi_tell(r);
+    r->busy = 0, --r->of->calls;
+    pthread_mutex_unlock(&abi_lock);
+    return (int)s;
+}
+
+static void abi_before_fork(void)
+{
+    pthread_mutex_lock(&abi_lock);
+}
+
+static void abi_after_fork(void)
+{
+    pthread_mutex_unlock(&abi_lock);
+}
+
+/* A child has no thread that would give back a lock which another than the forking one holds. */
+__attribute__((constructor)) static void abi_at_fork(void)
+{
+    (void)pthread_atfork(abi_before_fork, abi_after_fork, abi_after_fork);
 }
 
 static upipe_view abi_view(const void *data, const upipe_plan *p, int heads)
@@ -199,10 +257,13 @@ static upipe_status abi_rank_open(abi *u, int rank, const upipe_abi_desc *desc, 
 {
     const int team = desc->tokens == 0 && desc->heads == 0 && desc->head_dim == 0;
     abi_rank *r = &u->rank[rank - u->team.first];
+    r->of = u;
     UPIPE_TRY(abi_compute_open(&r->compute, err));
     r->ctx.ops = &r->compute.ops, r->ctx.mem = &r->mem;
     abi_team_use(&u->team, rank, &r->ctx);
-    return team ? UPIPE_OK : abi_rank_plan(r, rank, desc, dry, err);
+    if (!team) UPIPE_TRY(abi_rank_plan(r, rank, desc, dry, err));
+    abi_tell(r);
+    return UPIPE_OK;
 }
 
 /* A slab that others may still read is left to them. */
@@ -372,56 +433,6 @@ int upipe_abi_nccl_id(void *id, char *why, size_t why_bytes)
     return (int)s;
 }
 
-int64_t upipe_abi_rows(const upipe_abi *handle, int rank, int64_t *first)
-{
-    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
-    if (first != NULL) *first = r != NULL ? upipe_shard_pos(&r->plan.shard, 0) : -1;
-    return r != NULL ? r->plan.local : -1;
-}
-
-int upipe_abi_positions(const upipe_abi *handle, int rank, int64_t *positions)
-{
-    abi_rank *r = abi_rank_of(abi_of(handle), rank);
-    int64_t i;
-    if (r == NULL) return (int)UPIPE_ERR_ARG;
-    if (positions == NULL) return (int)upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "positions is NULL");
-    for (i = 0; i < r->plan.local; ++i) positions[i] = upipe_shard_pos(&r->plan.shard, i);
-    return 0;
-}
-
-/* A call of a rank that is not there: some other rank does not make its own. */
-static int abi_nobody(abi *u, int rank)
-{
-    upipe_err err;
-    upipe_fail(&err, UPIPE_ERR_ARG, "a call of rank %d of %d", rank, u != NULL ? u->team.grid.ranks : 0);
-    if (u != NULL && u->process == getpid()) {
-        upipe_comm_abort(u->rank[0].ctx.team, err.text);
-        upipe_comm_abort(u->rank[0].ctx.ring, err.text);
-    }
-    return (int)UPIPE_ERR_ARG;
-}
-
-/* Whether another thread is in a call of the rank; else this one is, until abi_end. */
-static int abi_busy(abi_rank *r)
-{
-    return __atomic_test_and_set(&r->busy, __ATOMIC_ACQUIRE);
-}
-
-/* One call at a time: 0, or another thread's is not over. */
-static int abi_begin(const abi *u, abi_rank *r, int rank)
-{
-    const int busy = abi_busy(r);
-    abi_clash.handle = busy ? u->handle : 0;
-    abi_clash.rank = rank;
-    return busy ? (int)UPIPE_ERR_ARG : 0;
-}
-
-static int abi_end(abi_rank *r, upipe_status s)
-{
-    __atomic_clear(&r->busy, __ATOMIC_RELEASE);
-    return (int)s;
-}
-
 /* A refused call is a failed rank's: the others are in theirs already, or on their way. */
 static int abi_refuse(abi_rank *r, upipe_status s)
 {
@@ -430,32 +441,61 @@ static int abi_refuse(abi_rank *r, upipe_status s)
     return abi_end(r, s);
 }
 
-/* As abi_begin, of a call that needs a description. */
-static int abi_begin_described(const abi *u, abi_rank *r, int rank)
+/* As abi_begin, of a call for which the other ranks may wait: in vain if there is no such rank. */
+static abi_rank *abi_begin_awaited(upipe_abi *handle, int rank)
 {
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
-    if (r->desc.tokens > 0) return 0;
-    return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
-                                    "rank %d has no description yet: upipe_abi_describe", rank));
+    abi_rank *r = abi_begin(handle, rank);
+    if (r == NULL && abi_clash.handle == 0) (void)upipe_abi_abort(handle, rank, NULL);
+    return r;
+}
+
+/* The same, of a call that needs a description. */
+static abi_rank *abi_begin_described(upipe_abi *handle, int rank)
+{
+    abi_rank *r = abi_begin_awaited(handle, rank);
+    if (r == NULL || r->desc.tokens > 0) return r;
+    abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "rank %d has no description yet: upipe_abi_describe",
+                             rank));
+    return NULL;
+}
+
+int64_t upipe_abi_rows(const upipe_abi *handle, int rank, int64_t *first)
+{
+    abi_told told;
+    const int there = abi_ask(handle, rank, &told);
+    if (first != NULL) *first = there ? upipe_shard_pos(&told.shard, 0) : -1;
+    return there ? told.rows : -1;
+}
+
+int upipe_abi_positions(const upipe_abi *handle, int rank, int64_t *positions)
+{
+    abi_told told;
+    int64_t i;
+    if (positions == NULL) {
+        abi_rank *r = abi_begin(handle, rank);
+        return r == NULL ? (int)UPIPE_ERR_ARG
+                         : abi_end(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "positions is NULL"));
+    }
+    if (!abi_ask(handle, rank, &told)) return (int)UPIPE_ERR_ARG;
+    for (i = 0; i < told.rows; ++i) positions[i] = upipe_shard_pos(&told.shard, i);
+    return 0;
 }
 
 int upipe_abi_describe(upipe_abi *handle, int rank, const upipe_abi_desc *desc)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_awaited(handle, rank);
     upipe_abi_desc d;
     upipe_dry *dry;
     upipe_status s;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     s = abi_read(&d, desc, &r->ctx.err);
     if (s != UPIPE_OK) return abi_refuse(r, s);
     if (memcmp(&d, &r->desc, sizeof d) == 0) return abi_end(r, UPIPE_OK);
-    if (d.ranks != u->team.grid.in_team || d.ring != u->team.grid.in_ring)
+    if (d.ranks != r->of->team.grid.in_team || d.ring != r->of->team.grid.in_ring)
         return abi_refuse(r,
                           upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
                                      "%d ranks and a ring of %d, and the handle has %d and %d", (int)d.ranks,
-                                     (int)d.ring, u->team.grid.in_team, u->team.grid.in_ring));
+                                     (int)d.ring, r->of->team.grid.in_team, r->of->team.grid.in_ring));
     if (r->mem.blocks_n > 0)
         return abi_refuse(
             r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
@@ -502,12 +542,10 @@ static upipe_status abi_borders(abi_rank *r, const int64_t *cu_seqlens, int64_t 
 
 int upipe_abi_pack(upipe_abi *handle, int rank, const int64_t *cu_seqlens, int64_t n)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     int64_t *copy = NULL;
     upipe_status s;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     s = abi_borders(r, cu_seqlens, n);
     if (s != UPIPE_OK) return abi_refuse(r, s);
     if (n > 0) {
@@ -523,21 +561,17 @@ int upipe_abi_pack(upipe_abi *handle, int rank, const int64_t *cu_seqlens, int64
 
 int upipe_abi_sinks(upipe_abi *handle, int rank, const float *sinks, float *dsinks)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    abi_rank *r = abi_begin_awaited(handle, rank);
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     r->sinks = sinks, r->dsinks = dsinks;
     return abi_end(r, UPIPE_OK);
 }
 
 int upipe_abi_stream(upipe_abi *handle, int rank, void *stream)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_awaited(handle, rank);
     upipe_status s;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     s = abi_stream_fits(stream, &r->ctx.err);
     if (s != UPIPE_OK) return abi_refuse(r, s);
     if (stream != r->ctx.stream) s = r->ctx.ops->sync(&r->ctx); /* the pool's blocks are in use there */
@@ -547,10 +581,8 @@ int upipe_abi_stream(upipe_abi *handle, int rank, void *stream)
 
 int upipe_abi_sync(upipe_abi *handle, int rank)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    abi_rank *r = abi_begin_awaited(handle, rank);
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     return abi_end(r, r->ctx.ops->sync(&r->ctx));
 }
 
@@ -604,11 +636,9 @@ static int abi_bwd(abi_rank *r, int layer, const upipe_qkv *a, upipe_qkv_grads *
 int upipe_abi_qkv_fwd(upipe_abi *handle, int rank, int layer, void *o, const void *q, const void *k,
                       const void *v)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_qkv a;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     a = abi_call(r, o, q, k, v);
     return abi_fwd(r, layer, &a);
 }
@@ -616,12 +646,10 @@ int upipe_abi_qkv_fwd(upipe_abi *handle, int rank, int layer, void *o, const voi
 int upipe_abi_qkv_bwd(upipe_abi *handle, int rank, int layer, void *dq, void *dk, void *dv, const void *dout,
                       const void *o, const void *q, const void *k, const void *v)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_qkv_grads g;
     upipe_qkv a, d;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     a = abi_call(r, o, q, k, v);
     d = abi_call(r, dout, dq, dk, dv);
     g = upipe_qkv_grads_of(&d);
@@ -639,11 +667,9 @@ static upipe_status abi_fused(abi_rank *r, upipe_qkv *a, const void *qkv, const 
 
 int upipe_abi_fused_fwd(upipe_abi *handle, int rank, int layer, void *o, const void *qkv)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_qkv a;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     if (abi_fused(r, &a, qkv, o) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
     return abi_fwd(r, layer, &a);
 }
@@ -651,12 +677,10 @@ int upipe_abi_fused_fwd(upipe_abi *handle, int rank, int layer, void *o, const v
 int upipe_abi_fused_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, const void *dout, const void *o,
                         const void *qkv)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_qkv_grads g;
     upipe_qkv a, d;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     if (abi_fused(r, &a, qkv, o) != UPIPE_OK || abi_fused(r, &d, dqkv, dout) != UPIPE_OK)
         return abi_refuse(r, r->ctx.err.status);
     g = upipe_qkv_grads_of(&d);
@@ -684,11 +708,9 @@ static upipe_status abi_sbh3d(abi_rank *r, upipe_qkv *a, const void *qkv, const 
 
 int upipe_abi_sbh3d_fwd(upipe_abi *handle, int rank, int layer, void *o, const void *qkv, int batch, int b)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_qkv a;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     if (abi_sbh3d(r, &a, qkv, o, batch, b) != UPIPE_OK) return abi_refuse(r, r->ctx.err.status);
     return abi_fwd(r, layer, &a);
 }
@@ -696,12 +718,10 @@ int upipe_abi_sbh3d_fwd(upipe_abi *handle, int rank, int layer, void *o, const v
 int upipe_abi_sbh3d_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, const void *dout, const void *o,
                         const void *qkv, int batch, int b)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_qkv_grads g;
     upipe_qkv a, d;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     if (abi_sbh3d(r, &a, qkv, o, batch, b) != UPIPE_OK || abi_sbh3d(r, &d, dqkv, dout, batch, b) != UPIPE_OK)
         return abi_refuse(r, r->ctx.err.status);
     g = upipe_qkv_grads_of(&d);
@@ -710,9 +730,8 @@ int upipe_abi_sbh3d_bwd(upipe_abi *handle, int rank, int layer, void *dqkv, cons
 
 int upipe_abi_drop(upipe_abi *handle, int rank, int layer)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
-    if (r == NULL || abi_begin(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    abi_rank *r = abi_begin(handle, rank);
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     if (layer < 0 || layer >= r->desc.layers || r->saved[layer].lse == NULL)
         return abi_end(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG, "forward %d of %d has nothing to drop",
                                      layer, (int)r->desc.layers));
@@ -721,8 +740,8 @@ int upipe_abi_drop(upipe_abi *handle, int rank, int layer)
 
 int64_t upipe_abi_saved_bytes(const upipe_abi *handle, int rank)
 {
-    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
-    return r != NULL ? (int64_t)(sizeof(upipe_given) + r->plan.buffers.lse) : -1;
+    abi_told told;
+    return abi_ask(handle, rank, &told) ? told.saved_bytes : -1;
 }
 
 static upipe_status abi_save(abi_rank *r, upipe_saved *save, char *to)
@@ -744,11 +763,9 @@ static upipe_status abi_restore(abi_rank *r, upipe_saved *save, const char *from
 
 int upipe_abi_save(upipe_abi *handle, int rank, int layer, void *to)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_status s;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     if (to == NULL || layer < 0 || layer >= r->desc.layers || r->saved[layer].lse == NULL)
         return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
                                         "forward %d of %d has nothing to save, or no place to save it", layer,
@@ -759,11 +776,9 @@ int upipe_abi_save(upipe_abi *handle, int rank, int layer, void *to)
 
 int upipe_abi_restore(upipe_abi *handle, int rank, int layer, const void *from)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
+    abi_rank *r = abi_begin_described(handle, rank);
     upipe_status s;
-    if (r == NULL) return abi_nobody(u, rank);
-    if (abi_begin_described(u, r, rank) != 0) return (int)UPIPE_ERR_ARG;
+    if (r == NULL) return (int)UPIPE_ERR_ARG;
     if (from == NULL || layer < 0 || layer >= r->desc.layers || r->saved[layer].lse != NULL)
         return abi_refuse(r, upipe_fail(&r->ctx.err, UPIPE_ERR_ARG,
                                         "nothing to restore, or forward %d of %d is before its backward",
@@ -772,47 +787,72 @@ int upipe_abi_restore(upipe_abi *handle, int rank, int layer, const void *from)
     return s != UPIPE_OK ? abi_refuse(r, s) : abi_end(r, s);
 }
 
+/* By a rank that is not there: some rank that is does not make its own calls. */
 int upipe_abi_abort(upipe_abi *handle, int rank, const char *why)
 {
-    abi *u = abi_of(handle);
-    abi_rank *r = abi_rank_of(u, rank);
-    if (r == NULL) return abi_nobody(u, rank);
-    upipe_comm_abort(r->ctx.team, why);
-    upipe_comm_abort(r->ctx.ring, why);
-    return 0;
+    upipe_err err;
+    abi_rank *r, *from;
+    abi *u;
+    pthread_mutex_lock(&abi_lock);
+    u = *abi_at(handle);
+    if (u != NULL && u->process != getpid()) u = NULL;
+    if (u != NULL) ++u->calls;
+    pthread_mutex_unlock(&abi_lock);
+    if (u == NULL) return (int)UPIPE_ERR_ARG;
+    r = abi_rank_of(u, rank);
+    from = r != NULL ? r : u->rank;
+    upipe_fail(&err, UPIPE_ERR_ARG, "a call of rank %d of %d", rank, u->team.grid.ranks);
+    upipe_comm_abort(from->ctx.team, r != NULL ? why : err.text);
+    upipe_comm_abort(from->ctx.ring, r != NULL ? why : err.text);
+    pthread_mutex_lock(&abi_lock);
+    --u->calls;
+    pthread_mutex_unlock(&abi_lock);
+    return r != NULL ? 0 : (int)UPIPE_ERR_ARG;
 }
 
+/* A copy, as another thread may close the handle before the caller has read the sentence. */
 const char *upipe_abi_error(const upipe_abi *handle, int rank)
 {
-    abi *u = abi_of(handle);
-    const abi_rank *r = abi_rank_of(u, rank);
-    if (handle == NULL) return "the handle is NULL";
-    if (u == NULL) return "the handle is closed, or was never open";
-    if (u->process != getpid()) return "the handle is that of the process that has forked this one";
-    if (abi_clash.handle == u->handle && abi_clash.rank == rank)
-        return "another thread is in a call of this rank";
-    return r != NULL ? r->ctx.err.text : "the handle has no rank of this number";
+    static __thread upipe_err said;
+    const char *why = said.text;
+    const abi_rank *r;
+    abi *u;
+    pthread_mutex_lock(&abi_lock);
+    u = *abi_at(handle);
+    r = abi_rank_of(u, rank);
+    if (handle == NULL)
+        why = "the handle is NULL";
+    else if (u == NULL)
+        why = "the handle is closed, or was never open";
+    else if (u->process != getpid())
+        why = "the handle is that of the process that has forked this one";
+    else if (r == NULL)
+        why = "the handle has no rank of this number";
+    else if (abi_clash.handle == u->handle && abi_clash.rank == rank)
+        why = "another thread is in a call of this rank";
+    else
+        said = r->told.err;
+    pthread_mutex_unlock(&abi_lock);
+    return why;
 }
 
 int64_t upipe_abi_bytes(const upipe_abi *handle, int rank)
 {
-    const abi_rank *r = abi_rank_of(abi_of(handle), rank);
-    return r != NULL ? (int64_t)r->mem.slab_bytes : -1;
+    abi_told told;
+    return abi_ask(handle, rank, &told) ? told.bytes : -1;
 }
 
 int upipe_abi_close(upipe_abi *handle)
 {
-    abi *u = abi_of(handle);
-    int i;
+    abi **at, *u;
+    pthread_mutex_lock(&abi_lock);
+    at = abi_at(handle);
+    u = *at;
+    if (u != NULL && (u->calls > 0 || u->process != getpid()))
+        u = NULL; /* a parent's sockets, threads and device are its own */
+    if (u != NULL) *at = u->next;
+    pthread_mutex_unlock(&abi_lock);
     if (u == NULL) return handle == NULL ? 0 : (int)UPIPE_ERR_ARG;
-    if (u->process != getpid())
-        return (int)UPIPE_ERR_ARG; /* its sockets, threads and device are the parent's */
-    for (i = 0; i < u->team.here; ++i) {
-        if (!abi_busy(&u->rank[i])) continue; /* no call of a rank: its sentences stay */
-        while (--i >= 0) abi_end(&u->rank[i], UPIPE_OK);
-        return (int)UPIPE_ERR_ARG;
-    }
-    abi_leave_list(u);
     abi_free(u);
     return 0;
 }

@@ -23,7 +23,8 @@
  * a failure may show in a later call or in upipe_abi_sync. Ranks that are threads share the device.
  *
  * One thread at a time calls for a rank. A call while another thread's is not over is refused, and so is a close, by
- * its status alone.
+ * its status alone. At any time one may call upipe_abi_abort, and ask for numbers and the sentence: those of the rank's
+ * last call that is over.
  *
  * A handle that is NULL, closed, was never open, or is a forked parent's, or a rank that is not there, is refused: with
  * a status, and with -1 where a number is asked for. upipe_abi_error with the same arguments says why. `first` and
@@ -112,6 +113,7 @@ UPIPE_ABI_API int64_t upipe_abi_saved_bytes(const upipe_abi *u, int rank);
 UPIPE_ABI_API int upipe_abi_save(upipe_abi *u, int rank, int layer, void *to);
 UPIPE_ABI_API int upipe_abi_restore(upipe_abi *u, int rank, int layer, const void *from);
 UPIPE_ABI_API int upipe_abi_abort(upipe_abi *u, int rank, const char *why);
+/* The sentence is the thread's own, until it asks again. */
 UPIPE_ABI_API const char *upipe_abi_error(const upipe_abi *u, int rank);
 UPIPE_ABI_API int64_t upipe_abi_bytes(const upipe_abi *u, int rank); /* of a rank's slab */
 UPIPE_ABI_API int upipe_abi_close(upipe_abi *u);

@@ -15,6 +15,7 @@ Fused tensors (upipe_abi_fused_fwd ..), upipe_abi_sync and communicators of the 
 
 import ctypes
 import itertools
+import os
 import threading
 
 NCCL_ID_BYTES = 128
@@ -109,6 +110,8 @@ class Attention:
         self.lib.upipe_abi_qkv_fwd.argtypes = [p, i, i] + 4 * [p]
         self.lib.upipe_abi_qkv_bwd.argtypes = [p, i, i] + 8 * [p]
         self.lib.upipe_abi_drop.argtypes = [p, i, i]
+        self.lib.upipe_abi_stream.argtypes = [p, i, p]
+        self.lib.upipe_abi_sync.argtypes = [p, i]
         self.lib.upipe_abi_save.argtypes = self.lib.upipe_abi_restore.argtypes = [p, i, i, p]
         self.lib.upipe_abi_error.restype = ctypes.c_char_p
         self.lib.upipe_abi_error.argtypes = [p, i]
@@ -135,39 +138,58 @@ class Attention:
             raise Error(why.value.decode())
         self.ranks_here = [r for r in range(self.ranks) if self.lib.upipe_abi_rows(self.handle, r, None) >= 0]
         self.device = 'cuda' if self.lib.upipe_abi_can(b'cuda') else 'cpu'
-        self.number = next(NUMBERS)
+        self.process, self.number = os.getpid(), next(NUMBERS)
         OPENED[self.number] = self
 
     def __reduce_ex__(self, _):
         raise Error('a handle is of its process: it is not copied, pickled or sent; open one where it is needed')
 
-    def of(self, rank, layer=0):
-        """The handle for a call of this rank; the library sees a number and a pointer alone."""
+    def layer_of(self, layer):
+        """The layer for a call; the library says whether there is one."""
         if not -2**31 <= layer < 2**31:  # ctypes keeps the low bits
             raise Error(f'layer {layer} of {self.desc.layers}')
-        if not self.handle or not 0 <= rank < self.ranks:
-            raise Error(f'rank {rank} of {self.ranks}' if self.handle else 'the handle is closed')
-        return self.handle
+        return layer
+
+    def of(self, rank):
+        """The handle for a call of this rank; the library sees a number and a pointer alone."""
+        handle = self.handle  # another thread may close it
+        if not handle or not 0 <= rank < self.ranks:
+            raise Error(f'rank {rank} of {self.ranks}' if handle else 'the handle is closed')
+        return handle
+
+    def ask(self, rank, name, *arguments):
+        """A call of this rank, which returns a status."""
+        handle = self.of(rank)
+        if getattr(self.lib, 'upipe_abi_' + name)(handle, rank, *arguments) != 0:
+            raise Error(self.lib.upipe_abi_error(handle, rank).decode())
+
+    def number_of(self, rank, name, *arguments):
+        """What a call of this rank returns that is a number."""
+        handle = self.of(rank)
+        number = getattr(self.lib, 'upipe_abi_' + name)(handle, rank, *arguments)
+        if number < 0:
+            raise Error(self.lib.upipe_abi_error(handle, rank).decode())
+        return number
 
     def describe(self, rank, **desc):
         """The rank's calls from now on are of this description; what is not given is as in the open. All ranks say the same. No
         forward may be before its backward, but those of save()."""
-        self.ask(rank, self.lib.upipe_abi_describe(self.of(rank), rank, ctypes.byref(described(self.desc, **desc))))
+        self.ask(rank, 'describe', ctypes.byref(described(self.desc, **desc)))
 
     def rows(self, rank):
         """(first, count) of this rank's tokens; in a ring they are not neighbours in each layout: see positions."""
         first = ctypes.c_int64()
-        count = self.number_of(rank, self.lib.upipe_abi_rows(self.of(rank), rank, ctypes.byref(first)))
+        count = self.number_of(rank, 'rows', ctypes.byref(first))
         return first.value, count
 
     def positions(self, rank):
         """Of the rank's rows in their sequence."""
         out = (ctypes.c_int64 * self.rows(rank)[1])()
-        self.ask(rank, self.lib.upipe_abi_positions(self.of(rank), rank, out))
+        self.ask(rank, 'positions', out)
         return list(out)
 
     def bytes(self, rank):
-        return self.number_of(rank, self.lib.upipe_abi_bytes(self.of(rank), rank))
+        return self.number_of(rank, 'bytes')
 
     def set_borders(self, rank, cu_seqlens):
         numbers = list(cu_seqlens)
@@ -180,56 +202,47 @@ class Attention:
         for number, kept in zip(numbers, array):  # ctypes keeps the low bits of an integer
             if number != kept:
                 raise Error(f'cu_seqlens holds {number}, which 64 bits do not hold')
-        self.ask(rank, self.lib.upipe_abi_pack(self.of(rank), rank, array or None, max(len(numbers) - 1, 0)))
+        self.ask(rank, 'pack', array or None, max(len(numbers) - 1, 0))
 
     def set_sinks(self, rank, sinks, dsinks=None):
-        self.ask(rank, self.lib.upipe_abi_sinks(self.of(rank), rank, sinks, dsinks))
+        self.ask(rank, 'sinks', sinks, dsinks)
 
     def qkv_fwd(self, rank, o, q, k, v, layer=0, cu_seqlens=(), sinks=None):
         """cu_seqlens: where packed sequences begin, and the end: flash-attention's borders over batch * tokens rows; (): none.
         sinks: f32 [heads], or None."""
         self.set_borders(rank, cu_seqlens)
         self.set_sinks(rank, sinks)
-        self.ask(rank, self.lib.upipe_abi_qkv_fwd(self.of(rank, layer), rank, layer, o, q, k, v))
+        self.ask(rank, 'qkv_fwd', self.layer_of(layer), o, q, k, v)
 
     def qkv_bwd(self, rank, dq, dk, dv, dout, o, q, k, v, layer=0, cu_seqlens=(), sinks=None, dsinks=None):
         """dsinks: f32 [heads], to which the gradients of the heads that this rank has computed are added; None: not wanted."""
         self.set_borders(rank, cu_seqlens)
         self.set_sinks(rank, sinks, dsinks)
-        self.ask(rank, self.lib.upipe_abi_qkv_bwd(self.of(rank, layer), rank, layer, dq, dk, dv, dout, o, q, k, v))
+        self.ask(rank, 'qkv_bwd', self.layer_of(layer), dq, dk, dv, dout, o, q, k, v)
 
     def drop(self, rank, layer=0):
         """In place of a backward that never comes."""
-        self.ask(rank, self.lib.upipe_abi_drop(self.of(rank, layer), rank, layer))
+        self.ask(rank, 'drop', self.layer_of(layer))
 
     def saved_bytes(self, rank):
-        return self.number_of(rank, self.lib.upipe_abi_saved_bytes(self.of(rank), rank))
+        return self.number_of(rank, 'saved_bytes')
 
     def save(self, rank, to, layer=0):
         """Moves what the forward has left to memory of the caller's, saved_bytes(rank) of it: the layer is free."""
-        self.ask(rank, self.lib.upipe_abi_save(self.of(rank, layer), rank, layer, to))
+        self.ask(rank, 'save', self.layer_of(layer), to)
 
     def restore(self, rank, saved, layer=0):
         """Brings it back, to a free layer, before the backward."""
-        self.ask(rank, self.lib.upipe_abi_restore(self.of(rank, layer), rank, layer, saved))
+        self.ask(rank, 'restore', self.layer_of(layer), saved)
 
     def stream(self, rank, stream):
         """The rank's calls from now on are enqueued on this CUDA stream, an address."""
-        self.ask(rank, self.lib.upipe_abi_stream(ctypes.c_void_p(self.of(rank)), rank, ctypes.c_void_p(stream)))
+        self.ask(rank, 'stream', stream)
 
     def abort(self, rank, why):
         """The rank will not make the calls of the others, which are released with this sentence."""
         if self.handle:
             self.lib.upipe_abi_abort(self.handle, rank, why.encode())
-
-    def number_of(self, rank, number):
-        if number < 0:
-            raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
-        return number
-
-    def ask(self, rank, status):
-        if status != 0:
-            raise Error(self.lib.upipe_abi_error(self.handle, rank).decode())
 
     def run(self, body):
         """body(rank) for every rank, each on a thread. The first exception is raised again; it releases the other ranks."""
@@ -252,6 +265,8 @@ class Attention:
             raise failed[0]
 
     def close(self):
-        self.lib.upipe_abi_close(self.handle)
+        """Refused while a call of another thread is not over. In a forked child it lets go of what stays the parent's."""
+        if self.lib.upipe_abi_close(self.handle) != 0 and os.getpid() == self.process:
+            raise Error('the handle is not closed: another thread is in a call of it')
         self.handle = None
         OPENED.pop(self.number, None)

@@ -142,19 +142,22 @@ class Door:
         return ends
 
 
-def wrong_gradients(model, trained):
-    """Why they are not summed, a sentence, or None."""
+def trained(model):
+    """{name: (shape, type)} of the parameters whose gradients can be summed; refuses those that cannot."""
     for part in model.modules():  # torch.compile may have wrapped it once more
         if isinstance(part, (DistributedDataParallel, FullyShardedDataParallel)):
-            return (f'{type(part).__name__} has taken means of the gradients: multiply the loss by the ranks, and leave sum_gradients() '
-                    'out; or wrap no model')
-    for name, p in trained.items():
+            raise Error(f'{type(part).__name__} has taken means of the gradients: multiply the loss by the ranks, and leave '
+                        'sum_gradients() out; or wrap no model')
+    out = {}
+    for name, p in model.named_parameters():
         if isinstance(p, DTensor):
-            return f'{name} is sharded, as by FSDP2, which sums gradients itself: leave sum_gradients() out'
+            raise Error(f'{name} is sharded, as by FSDP2, which sums gradients itself: leave sum_gradients() out')
         if getattr(p.grad, 'upipe_summed', False):  # a step that begins with new gradients has no such mark
-            return (f'the gradient of {name} has been summed before: call sum_gradients() once, after the last backward of a step, and '
-                    'zero_grad(), which sets to None, after it')
-    return None
+            raise Error(f'the gradient of {name} has been summed before: call sum_gradients() once, after the last backward of a step, '
+                        'and zero_grad(), which sets to None, after it')
+        if p.requires_grad:
+            out[name] = (tuple(p.shape), str(p.dtype))
+    return out
 
 
 class Ranks:
@@ -180,16 +183,25 @@ class Ranks:
         dist.all_gather_object(all_of_it, what, group=self.group)
         return all_of_it
 
-    def agree(self, own, words):
-        """All ranks bring a dict that must be the same on each, or a sentence of what is wrong, which all of them then raise."""
-        all_of_it = self.of_all(own)
-        for peer, other in enumerate(all_of_it):
-            if isinstance(other, str):
-                raise Error(other if other == own else f'rank {peer}: {other}')
-        for peer, other in enumerate(all_of_it):
-            for name in {**all_of_it[0], **other}:
-                if other.get(name) != all_of_it[0].get(name):
-                    raise Error(f'rank {peer} has other {name} than rank 0: {words}')
+    def on_all(self, make, same=None):
+        """What make() returns; all ranks call it. What it raises on one rank is raised on all, which would wait for that rank. same:
+        why it is a dict that must be the same on all ranks."""
+        made = failed = None
+        try:
+            made = make()
+        except Exception as error:  # pylint: disable=broad-except
+            failed = error
+        own = failed and str(failed)
+        all_of_it = self.of_all((own, same and made))
+        for peer, (sentence, _) in enumerate(all_of_it):
+            if sentence is not None:
+                raise Error(sentence if sentence == own else f'rank {peer}: {sentence}') from failed
+        first = all_of_it[0][1]
+        for peer, (_, other) in enumerate(all_of_it if same else ()):
+            for name in {**first, **other}:
+                if other.get(name) != first.get(name):
+                    raise Error(f'rank {peer} has other {name} than rank 0: {same}')
+        return made
 
     def rows(self, tokens):
         """(first, count) of this rank's tokens."""
@@ -209,11 +221,10 @@ class Ranks:
     def sum_gradients(self, model):
         """In place, once a step. A parameter that no token of this rank has used counts as zeros; one that no rank has used keeps
         None as its gradient."""
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.agree(wrong_gradients(model, trained) or {name: (tuple(p.shape), str(p.dtype)) for name, p in trained.items()},
-                   'all ranks train the same parameters')
-        used = set().union(*self.of_all([name for name, p in trained.items() if p.grad is not None]))
-        for name, p in trained.items():
+        names = self.on_all(lambda: trained(model), 'all ranks train the same parameters')
+        parameters = [(name, model.get_parameter(name)) for name in names]
+        used = set().union(*self.of_all([name for name, p in parameters if p.grad is not None]))
+        for name, p in parameters:
             if name in used:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(p.grad, group=self.group)
@@ -234,12 +245,13 @@ class Team(Ranks):
     """Over TCP."""
 
     def open(self):
-        key = self.of_all(os.urandom(PROOF))[0] + read_secret()
+        secret = self.on_all(read_secret)
+        key = self.of_all(os.urandom(PROOF))[0] + secret
         shown = self.of_all(hmac.digest(key, b'team', 'sha256'))
         for peer, other in enumerate(shown):
             if other != shown[0]:
                 raise Error(f'rank {peer} has another secret than rank 0')
-        door = Door(self.rank, self.ranks, key)
+        door = self.on_all(lambda: Door(self.rank, self.ranks, key))
         ends = door.sockets(self.of_all(door.place))
         self.ends = [end for row in ends for end in row if end]
         headers, data = ([end.fileno() if end else -1 for end in row] for row in ends)
@@ -267,7 +279,7 @@ class NcclTeam(Ranks):
     """Over NCCL, each rank on the device that is current."""
 
     def open(self):
-        drawn = self.of_all(draw_nccl_id(self.library) if self.rank == 0 else None)[0]
+        drawn = self.of_all(self.on_all(lambda: draw_nccl_id(self.library) if self.rank == 0 else None))[0]
         return Attention(self.library, rank=self.rank, nccl_id=drawn, ranks=self.ranks)
 
 

@@ -69,6 +69,9 @@ def describe(u, rank, q, k, v, sinks, **asked):
         raise Error(f'q is {q.dtype}, which is not served: torch.float32 and torch.bfloat16 are')
     if q.dim() != 4 or k.dim() != 4:
         raise Error(f'q is {tuple(q.shape)} and k {tuple(k.shape)}: they are batch, rows, heads, head dim')
+    for name, t in ('q', q), ('k', k):  # v has the shape of k, below
+        if 0 in t.shape:  # which a description takes for a default
+            raise Error(f'{name} is {tuple(t.shape)}: batch, rows, heads and head dim are at least 1')
     if asked['tokens'] is None and u.tokens == 0:
         raise Error('tokens= is missing, those of a sequence on all ranks: the handle of a team has none')
     batch, _, heads, head_dim = q.shape

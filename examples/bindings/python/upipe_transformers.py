@@ -90,29 +90,28 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None, 
 def check_batch(team, more, **given):
     """All ranks have the same batch, and a right one. A sampler of data parallelism gives each rank batches of its own: pieces of
     different texts would train without a word."""
-    team.agree(wrong_batch(more, **given) or {name: t if t is None else (tuple(t.shape), digest(t.long())) for name, t in given.items()},
-               'all ranks of a team take the same batches, so that no sampler may cut the data by rank')
+    team.on_all(lambda: batch(more, **given), 'all ranks of a team take the same batches, so that no sampler may cut the data by rank')
 
 
 def digest(t):
     return hashlib.blake2b(t.detach().cpu().contiguous().view(torch.uint8).numpy(), digest_size=8).digest()
 
 
-def wrong_batch(more, **given):
-    """A sentence, or None. Labels of other tokens, for one, would be cut without a word."""
+def batch(more, **given):
+    """What ranks must have the same of. Labels of other tokens, for one, would be cut without a word."""
     if more:
-        return f'shard() takes no {", ".join(sorted(more))}: give it the whole batch, and not what shard() has returned'
+        raise Error(f'shard() takes no {", ".join(sorted(more))}: give it the whole batch, and not what shard() has returned')
     whole = getattr(given['input_ids'], 'shape', None)
     for name, t in given.items():
         if t is None and name != 'input_ids':
             continue
         if not torch.is_tensor(t):
-            return f'{name} is a {type(t).__name__}, and no tensor: shard() takes tensors of integers [batch][tokens]'
+            raise Error(f'{name} is a {type(t).__name__}, and no tensor: shard() takes tensors of integers [batch][tokens]')
         fits = t.dim() == 2 and (t.shape == whole or name == 'position_ids' and t.shape == (1, whole[1]))
         if not fits or t.is_meta or t.is_floating_point() and name != 'attention_mask':
-            return (f'{name} is {t.dtype} {tuple(t.shape)} on {t.device}: shard() takes integers [batch][tokens], all of the shape of '
-                    'input_ids, and with their numbers')
-    return None
+            raise Error(f'{name} is {t.dtype} {tuple(t.shape)} on {t.device}: shard() takes integers [batch][tokens], all of the shape '
+                        'of input_ids, and with their numbers')
+    return {name: t if t is None else (tuple(t.shape), digest(t.long())) for name, t in given.items()}
 
 
 def positions(at, borders):
@@ -151,23 +150,24 @@ def whole(model):
     return max(held, key=lambda one: len(list(one.modules())))
 
 
-def weights(model):
-    """By name what ranks must have the same of: all of a parameter but its numbers, and some of these. Or a sentence."""
+def check_kind(model, allow_unlisted):
+    name = type(model).__name__
+    for what in mixers(model):
+        raise Error(f'{name} is not served: {what} mixes the tokens that a rank has, and is no attention')
+    why = not allow_unlisted and unlisted(model)
+    if why:
+        raise Error(f'{name} is not served: {why}; register(team, allow_unlisted=True) compares it at its first call')
+
+
+def weights(model, allow_unlisted):
+    """By name what ranks must have the same of: all of a parameter but its numbers, and some of these."""
+    check_kind(model, allow_unlisted)
     for name, p in model.named_parameters():
         if p.is_meta:
-            return f'{name} is on meta, and has no numbers: load the model, or move it with to_empty(device=...)'
+            raise Error(f'{name} is on meta, and has no numbers: load the model, or move it with to_empty(device=...)')
     return {name: (tuple(p.shape), str(p.dtype), p.requires_grad,
                    None if isinstance(p, DTensor) else digest(p.detach().flatten()[::max(p.numel() // SAMPLE, 1)]))
             for name, p in model.named_parameters()}
-
-
-def wrong_model(model, registered):
-    """A sentence, or None."""
-    name = type(model).__name__
-    for what in mixers(model):
-        return f'{name} is not served: {what} mixes the tokens that a rank has, and is no attention'
-    why = registered and not registered.allow_unlisted and unlisted(model)
-    return f'{name} is not served: {why}; register(team, allow_unlisted=True) compares it at its first call' if why else None
 
 
 @torch.compiler.assume_constant_result
@@ -180,12 +180,11 @@ def check_model(model, router_logits):
     if registered and getattr(model, 'upipe_number', None) == registered.number:
         return -1
     model = whole(model)
-    why = wrong_model(model, registered)
     if registered is None:
-        if why:
-            raise Error(why)
+        check_kind(model, True)
         check_served(model, before)
-    registered.team.agree(why or weights(model), 'all ranks begin with the same weights: load them, or seed the ranks alike')
+    registered.team.on_all(lambda: weights(model, registered.allow_unlisted),
+                           'all ranks begin with the same weights: load them, or seed the ranks alike')
     for part in model.modules():
         part.upipe_number = registered.number  # those of the comparison's calls are checked, too
     try:
