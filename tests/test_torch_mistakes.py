@@ -260,6 +260,12 @@ def sums_twice(scene):
         scene.team.sum_gradients(scene.model)
 
 
+def not_summed(scene):
+    scene.model(**scene.batch).loss.backward()
+    torch.optim.AdamW(scene.model.parameters()).step()
+    shard(scene.team, scene.ids, scene.ids)
+
+
 def unused(scene):
     scene.model.extra = torch.nn.Parameter(torch.ones(3))
     scene.model(**scene.batch).loss.backward()
@@ -406,6 +412,9 @@ MISTAKES = [
     (1, 'labels of another shape', lambda s: shard(s.team, s.ids, s.ids[:, 1:]), 'labels is torch.int64 (1, 35)'),
     (1, 'labels of more tokens', lambda s: shard(s.team, s.ids[:, 1:], s.ids), 'labels is torch.int64 (1, 36)'),
     (1, 'tokens that are a list', lambda s: shard(s.team, s.ids.tolist()), 'input_ids is a list'),
+    (2, 'embeddings in place of tokens', lambda s: shard(s.team, inputs_embeds=torch.zeros(1, TOKENS, 64)), 'shard() takes no inputs_embeds'),
+    (2, "flash-attention's borders", lambda s: shard(s.team, s.ids, cu_seq_lens_q=torch.tensor([0, TOKENS])),
+     'position_ids say where documents begin'),
     (1, 'tokens of one dimension', lambda s: shard(s.team, s.ids[0]), 'input_ids is torch.int64 (36,)'),
     (1, 'tokens that are no integers', lambda s: shard(s.team, s.ids.float()), 'input_ids is torch.float32'),
     (1, 'tokens on meta', lambda s: shard(s.team, s.ids.to('meta')), 'input_ids is torch.int64 (1, 36) on meta'),
@@ -453,6 +462,7 @@ MISTAKES = [
         **s.batch), 'layerdrop is not served'),
     (2, 'gradients are summed after each of several backwards', sums_twice, 'has been summed before'),
     (2, 'parameters that nobody uses', unused, WORKS),
+    (2, 'gradients are not summed', not_summed, 'rank 1 has other weights than rank 0'),
     # ---- transformers, compiled
     (1, 'compiled in place', lambda s: calls_twice(s, lambda m: m.compile(backend='aot_eager')), WORKS),
     (1, 'layers are compiled in place', lambda s: calls_twice(s, lambda m: [part.compile(backend='aot_eager') for part in m.model.layers]), WORKS),
@@ -488,6 +498,7 @@ MISTAKES = [
     (2, 'a batch of 0 on a rank', lambda s: s.attend(s.draw(batch=s.last(0, 1))), 'q is (0, 18, 4, 32)'),
     (1, 'no query heads', lambda s: s.attend(s.draw(0)), 'q is (1, 36, 0, 32)'),
     (1, 'no heads of k and v', lambda s: s.attend(k=s.draw(0)), 'k is (1, 36, 0, 32)'),
+    (1, 'another head dim of v', lambda s: s.attend(v=torch.zeros(1, TOKENS, 2, 16)), 'v has head dim 16 and q 32'),
     (1, 'a head dim of 0', lambda s: s.attend(*(s.draw(h)[..., :0] for h in (4, 2))), 'q is (1, 36, 4, 0)'),
     (2, 'another batch', lambda s: s.attend(s.draw(batch=s.last(2, 1))), 'batch is 1 on rank 0 and 2 on rank 1'),
     (2, 'another type on a rank', lambda s: s.attend(s.draw(dtype=s.last(torch.bfloat16, torch.float32))),

@@ -185,7 +185,7 @@ class Ranks:
 
     def on_all(self, make, same=None):
         """What make() returns; all ranks call it. What it raises on one rank is raised on all, which would wait for that rank. same:
-        why it is a dict that must be the same on all ranks."""
+        why it is a dict that must be the same on all ranks, but for values of None."""
         made = failed = None
         try:
             made = make()
@@ -199,7 +199,8 @@ class Ranks:
         first = all_of_it[0][1]
         for peer, (_, other) in enumerate(all_of_it if same else ()):
             for name in {**first, **other}:
-                if other.get(name) != first.get(name):
+                one, two = first.get(name, ()), other.get(name, ())
+                if one != two and None not in (one, two):
                     raise Error(f'rank {peer} has other {name} than rank 0: {same}')
         return made
 

@@ -79,6 +79,8 @@ def describe(u, rank, q, k, v, sinks, **asked):
                **{name: value for name, value in asked.items() if value is not None})
     rows = u.rows(rank)[1]
     check(u, q.dtype, (batch, rows, heads, head_dim), f'rank {rank}', q=q)
+    if v.shape[-1:] != q.shape[-1:]:
+        raise Error(f'v has head dim {v.shape[-1]} and q {head_dim}, as in latent attention, which is not served')
     check(u, q.dtype, (batch, rows, k.shape[2], head_dim), f'rank {rank}', k=k, v=v)
     if sinks is not None and (sinks.dtype != torch.float32 or sinks.device != q.device or tuple(sinks.shape) != (heads,)):
         raise Error(f'sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; q has {heads} heads on {q.device}, and sinks are float32')

@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import itertools
 import re
+import weakref
 
 import torch
 import transformers
@@ -45,16 +46,17 @@ LISTED = frozenset('''
 # By attn_implementation: what register() was given, and a number, which modules of the models that are served have as theirs.
 REGISTERED, NUMBERS = {}, itertools.count(1)
 Registered = collections.namedtuple('Registered', 'team allow_unlisted number')
+LATEST = weakref.WeakKeyDictionary()  # by team: a reference to the last model that had its first call
 SAMPLE = 1024  # numbers of a parameter that ranks compare
 FAR = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of the largest logit: from here on a model that compares itself is refused
 # Classes of modules that mix tokens, are no attention, and may have no convolution.
 MIXERS = re.compile('mamba|rwkv|rglru|lightning|retention|delta(net|attention)', re.IGNORECASE)
-FORGOTTEN = ('the model is called without what shard() returns: model(**upipe_transformers.shard(team, input_ids=ids, labels=ids)); '
-             'generate() is not served')
+FORGOTTEN = ('the model is called without what shard() returns, or does not hand it to its attention: '
+             'model(**upipe_transformers.shard(team, input_ids=ids, labels=ids)); generate() is not served')
 SERVED = [0]  # layers that attend() has been called for, or that were traced
 
 
-def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None, **more):
+def shard(team, input_ids=None, labels=None, position_ids=None, attention_mask=None, **more):
     """Arguments of model(...) for this rank's tokens. All ranks call it, with the same tensors.
 
     input_ids       [batch][tokens], the same on all ranks
@@ -66,7 +68,7 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None, 
     check_batch(team, more, input_ids=input_ids, labels=labels, position_ids=position_ids, attention_mask=attention_mask)
     batch, tokens = input_ids.shape
     if tokens < team.ranks:
-        raise Error(f'{tokens} tokens for {team.ranks} ranks')
+        raise Error(f'{tokens} tokens for {team.ranks} ranks, and each needs one: leave this batch out, or pack it with another')
     if attention_mask is not None and not attention_mask.bool().all():
         raise Error('attention_mask hides tokens: padding is not served; pack documents into one row')
     at = torch.arange(tokens, device=input_ids.device)
@@ -90,7 +92,9 @@ def shard(team, input_ids, labels=None, position_ids=None, attention_mask=None, 
 def check_batch(team, more, **given):
     """All ranks have the same batch, and a right one. A sampler of data parallelism gives each rank batches of its own: pieces of
     different texts would train without a word."""
-    team.on_all(lambda: batch(more, **given), 'all ranks of a team take the same batches, so that no sampler may cut the data by rank')
+    team.on_all(lambda: {**batch(more, **given), 'weights': middles(team)},
+                'all ranks of a team take the same batches, and no sampler may cut the data by rank; they keep the same weights, and '
+                'sum_gradients() comes before each step of the optimizer')
 
 
 def digest(t):
@@ -100,7 +104,8 @@ def digest(t):
 def batch(more, **given):
     """What ranks must have the same of. Labels of other tokens, for one, would be cut without a word."""
     if more:
-        raise Error(f'shard() takes no {", ".join(sorted(more))}: give it the whole batch, and not what shard() has returned')
+        raise Error(f'shard() takes no {", ".join(sorted(more))}: give it the whole batch, and not what shard() has returned; '
+                    'position_ids say where documents begin')
     whole = getattr(given['input_ids'], 'shape', None)
     for name, t in given.items():
         if t is None and name != 'input_ids':
@@ -111,7 +116,14 @@ def batch(more, **given):
         if not fits or t.is_meta or t.is_floating_point() and name != 'attention_mask':
             raise Error(f'{name} is {t.dtype} {tuple(t.shape)} on {t.device}: shard() takes integers [batch][tokens], all of the shape '
                         'of input_ids, and with their numbers')
-    return {name: t if t is None else (tuple(t.shape), digest(t.long())) for name, t in given.items()}
+    return {name: () if t is None else (tuple(t.shape), digest(t.long())) for name, t in given.items()}
+
+
+def middles(team):
+    """Of the trained parameters of the last model that had its first call: a number of each; None: there is no such model."""
+    model = LATEST.get(team, lambda: None)()
+    parts = [p.detach().flatten() for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)] if model else []
+    return digest(torch.stack([part[len(part) // 2].float() for part in parts if len(part)])) if parts else None
 
 
 def positions(at, borders):
@@ -194,6 +206,7 @@ def check_model(model, router_logits):
         for part in model.modules():
             del part.upipe_number
         raise
+    LATEST[registered.team] = weakref.ref(model)
     return before
 
 
@@ -293,7 +306,7 @@ def check_call(module, attention_mask, dropout, use_cache, team_tokens, number, 
         refuse('the model has not been checked: call it, and not its forward()')
     what = [name for name in ('position_bias', 'head_mask', 'block_table') if more.get(name) is not None]
     if attention_mask is not None:
-        refuse('attention_mask is not served: shard() drops one that hides nothing')
+        refuse("attention_mask is not served, nor a model's own: give it to shard(), which drops one that hides nothing")
     if dropout:
         refuse(f'attention dropout {dropout} is not served')
     if use_cache:
