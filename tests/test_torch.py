@@ -405,7 +405,7 @@ def rank_of_mpi():
         check(bool(off <= 2e-6), f'MPI, rank {team.rank}: {name} is off by {off:.3g} of the largest')
     check_sums(team)
     t = torch.zeros(1, 20, 4, DIM)
-    refused('rank 1 has tokens 41', lambda: team.attention(t, t, t, tokens=40 + team.rank))
+    refused('q is (1, 20, 4, 32); rank 1 has (1, 21, 4, 32)', lambda: team.attention(t, t, t, tokens=40 + team.rank))
     team.close()
     return end(f'rank {team.rank}')
 
