@@ -92,7 +92,7 @@ def shard(team, input_ids=None, labels=None, position_ids=None, attention_mask=N
 def check_batch(team, more, **given):
     """All ranks have the same batch, and a right one. A sampler of data parallelism gives each rank batches of its own: pieces of
     different texts would train without a word."""
-    team.on_all(lambda: {**batch(more, **given), 'weights': middles(team)},
+    team.on_all(lambda: {**of_batch(more, **given), 'weights': middles(team)},
                 'all ranks of a team take the same batches, and no sampler may cut the data by rank; they keep the same weights, and '
                 'sum_gradients() comes before each step of the optimizer')
 
@@ -101,7 +101,7 @@ def digest(t):
     return hashlib.blake2b(t.detach().cpu().contiguous().view(torch.uint8).numpy(), digest_size=8).digest()
 
 
-def batch(more, **given):
+def of_batch(more, **given):
     """What ranks must have the same of. Labels of other tokens, for one, would be cut without a word."""
     if more:
         raise Error(f'shard() takes no {", ".join(sorted(more))}: give it the whole batch, and not what shard() has returned; '
@@ -123,7 +123,7 @@ def middles(team):
     """Of the trained parameters of the last model that had its first call: a number of each; None: there is no such model."""
     model = LATEST.get(team, lambda: None)()
     parts = [p.detach().flatten() for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)] if model else []
-    return digest(torch.stack([part[len(part) // 2].float() for part in parts if len(part)])) if parts else None
+    return digest(torch.stack([part[len(part) // 2].float().cpu() for part in parts if len(part)])) if parts else None
 
 
 def positions(at, borders):
@@ -154,7 +154,7 @@ def unlisted(model):
     return f'of {family}, {" and ".join(names)} of transformers are'
 
 
-def whole(model):
+def holder(model):
     """The largest model that this one is a part of. Who wraps models, as PEFT does, may call the forward() of it, and not itself."""
     if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():  # the search takes 0.1 s
         return model
@@ -191,7 +191,7 @@ def check_model(model, router_logits):
     registered, before = REGISTERED.get(model.config._attn_implementation), SERVED[0]  # pylint: disable=protected-access
     if registered and getattr(model, 'upipe_number', None) == registered.number:
         return -1
-    model = whole(model)
+    model = holder(model)
     if registered is None:
         check_kind(model, True)
         check_served(model, before)
