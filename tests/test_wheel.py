@@ -36,12 +36,13 @@ transformers.LlamaForCausalLM(transformers.LlamaConfig(
     vocab_size=97, hidden_size=64, intermediate_size=80, num_hidden_layers=2, num_attention_heads=2, head_dim=32)).save_pretrained(path)
 """
 AFTER = """
-team.sum(loss := loss.detach())
+loss = team.sum(loss)
 model = transformers.AutoModelForCausalLM.from_pretrained(path)
 optimizer = torch.optim.AdamW(model.parameters())
 for ids in batches:
     want = model(input_ids=ids, labels=ids).loss
     want.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step(), optimizer.zero_grad()
 print(float(loss), float(want), file=open(path + '/losses', 'w'))
 team.close()
