@@ -12,7 +12,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from bindings import draw_call, sees  # pylint: disable=wrong-import-position
+from bindings import dense, draw_call, sees  # pylint: disable=wrong-import-position
 from checks import check, draws, end, equal  # pylint: disable=wrong-import-position
 from ranks import LIBRARY, VERSIONS, launch  # pylint: disable=wrong-import-position
 import torch  # pylint: disable=wrong-import-position
@@ -23,16 +23,6 @@ from upipe_torch import DTYPES  # pylint: disable=wrong-import-position
 
 RANKS = 4
 BACKENDS = [None] * 6 + ['eager', 'eager', 'aot_eager', 'aot_eager', 'inductor']
-
-
-def dense(q, k, v, sinks, desc, mask):
-    """Attention in whole matrices under a mask [batch][tokens][tokens]."""
-    groups, cap = desc['heads'] // desc['kv_heads'], desc['softcap']
-    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    scores = q @ k.transpose(2, 3) * (desc['scale'] or desc['head_dim']**-0.5)
-    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask[:, None], float('-inf'))
-    more = [] if sinks is None else [sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)]
-    return (torch.cat([scores, *more], 3).softmax(3)[..., :k.shape[2]] @ v).transpose(1, 2)
 
 
 def gradients(tensors, dout, body):

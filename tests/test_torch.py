@@ -20,7 +20,7 @@ import warnings
 from unittest import mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from bindings import draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
+from bindings import dense, draw_call, sees, wrong_borders  # pylint: disable=wrong-import-position
 from checks import check, draws, end, equal, other_python, run_test  # pylint: disable=wrong-import-position
 from launch import Mpi, free_port, run_ranks  # pylint: disable=wrong-import-position
 from pytorch import pythons  # pylint: disable=wrong-import-position
@@ -201,16 +201,6 @@ def test_narrow():
     check(all(torch.equal(a, b) for a, b in zip(*got.values())), 'under autocast there are other bits than in bf16')
 
 
-def masked(q, k, v, sinks, desc, mask):
-    """Dense attention under a mask [batch][tokens][tokens], with a scale and a soft-cap."""
-    groups, cap = desc['heads'] // desc['kv_heads'], desc['softcap']
-    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
-    scores = q @ k.transpose(2, 3) * (desc['scale'] or desc['head_dim']**-0.5)
-    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask[:, None], float('-inf'))
-    more = [] if sinks is None else [sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)]
-    return (torch.cat([scores, *more], 3).softmax(3)[..., :k.shape[2]] @ v).transpose(1, 2)
-
-
 def one_draw(seed, teams):
     """Every option beside every other one, packed sequences in batches too; by a handle of its own, or by a team that has had
     other descriptions."""
@@ -223,8 +213,8 @@ def one_draw(seed, teams):
                      for heads in ('heads', 'kv_heads', 'kv_heads', 'heads')]
     sinks = [torch.randn(desc['heads'])] * draw.randint(0, 1)
     call = [*inputs, *sinks]
-    exact = own_gradients([t.double() for t in call], dout.double(), lambda *t: masked(*t[:3], t[3] if sinks else None, desc, mask))
-    rounded = own_gradients(call, dout, lambda *t: masked(*t[:3], t[3] if sinks else None, desc, mask))
+    exact = own_gradients([t.double() for t in call], dout.double(), lambda *t: dense(*t[:3], t[3] if sinks else None, desc, mask))
+    rounded = own_gradients(call, dout, lambda *t: dense(*t[:3], t[3] if sinks else None, desc, mask))
     got = [torch.full_like(t, float('nan')) for t in (inputs[0], *inputs)] + [torch.zeros_like(t) for t in sinks]
     packed = draw.choice((borders, torch.tensor(borders, dtype=draw.choice((torch.int32, torch.int64)))))
     team = {name: desc[name] for name in ('ranks', 'ring', 'ring_mode', 'ring_inner', 'layout') if name in desc}

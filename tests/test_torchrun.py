@@ -150,7 +150,7 @@ def rank_main():
                 test_model(own, name, more, position_ids)
         own.close()
     if team.rank in TEAMS[-1][0]:
-        own = Team(LIBRARY, mine[0])  # its handles, one a window, are opened while the model is traced
+        own = Team(LIBRARY, mine[0])
         register(own)
         for position_ids in (None, DOCUMENTS):
             test_model(own, *MODELS[1], position_ids, 'aot_eager')

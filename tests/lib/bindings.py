@@ -34,6 +34,18 @@ def sees(desc, borders, b, i, j):
     return same and not (desc.get('causal') and j > i) and not (desc.get('window') and j <= i - desc['window'])
 
 
+def dense(q, k, v, sinks, desc, mask):
+    """Attention of PyTorch's tensors in whole matrices, [batch][tokens][heads][head_dim], under a mask [batch][tokens][tokens]; in
+    their type."""
+    import torch  # test_abi.py needs none  # pylint: disable=import-outside-toplevel
+    groups, cap = desc['heads'] // desc['kv_heads'], desc['softcap']
+    q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
+    scores = q @ k.transpose(2, 3) * (desc['scale'] or desc['head_dim']**-0.5)
+    scores = (cap * torch.tanh(scores / cap) if cap else scores).masked_fill(~mask[:, None], float('-inf'))
+    more = [] if sinks is None else [sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)]
+    return (torch.cat([scores, *more], 3).softmax(3)[..., :k.shape[2]] @ v).transpose(1, 2)
+
+
 def wrong_borders(tokens):
     """(batch, cu_seqlens, words of the refusal)."""
     both = 2 * tokens

@@ -294,7 +294,7 @@ def serve():
 
 @torch.compiler.assume_constant_result
 def refuse(words):
-    """Of what is raised where torch.compile traces, PyTorch 2.7 shows no words; of what it calls, it does."""
+    """Of what is raised where torch.compile traces, not each PyTorch shows the words; of what it calls there, it does."""
     raise Error(words)
 
 
