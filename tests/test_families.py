@@ -374,9 +374,9 @@ def rank_main():
 
 
 def main():
+    equal(launch(RANKS, rank_main), dict.fromkeys(range(RANKS), 0), 'what the ranks return')
     run_test(test_kinds)
     run_test(test_sweep)
-    equal(launch(RANKS, rank_main), dict.fromkeys(range(RANKS), 0), 'what the ranks return')
     return end(VERSIONS)
 
 

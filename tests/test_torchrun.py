@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """test_torchrun.py LIBRARY TOP -- models of Hugging Face's transformers on a part of every sequence, against the same models
 
-Processes that torchrun's launcher starts, forked from this one, which has PyTorch already. Random Llama, Qwen3 and Mistral
+Processes with torchrun's variables, forked from this one, which has PyTorch already. Random Llama, Qwen3 and Mistral
 with windows, on teams of one to four: logits, loss and the gradient of every parameter, of whole sequences and of packed
 documents. Qwen3, of which one layer has a window and one has none, compiled on two. What is refused, on every rank and at
 once. Where no Python here has both packages the test is left out (status 77).

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """test_trainer.py LIBRARY TOP -- transformers' Trainer and FSDP2 on a part of every sequence, against one process
 
-The code is that of docs/python.md, sections Trainer and FSDP2, which torchrun's launcher starts on two and four processes, and
-on one where it is the plain Trainer's. Ten steps of two accumulated batches: each step's loss and norm of gradients, the loss of
+The code is that of docs/python.md, sections Trainer and FSDP2, on two and four processes with torchrun's variables, and on one
+where it is the plain Trainer's. Ten steps of two accumulated batches: each step's loss and norm of gradients, the loss of
 the evaluation and the saved weights. Packed documents and rows of one length; the last batch of an epoch is smaller. What is
 refused, on every rank: batches that differ, and options that a team has no answer for. Where no Python here has the packages
 the test is left out (status 77).
