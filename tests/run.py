@@ -9,10 +9,12 @@ the end, with a line for each failure.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -161,8 +163,8 @@ def parts():
         Part('neon', ['-Doptimization=1', *cross], full='lanes', slow=SLOW, wrapper=['qemu-aarch64', '-L', '/usr/aarch64-linux-gnu'],
              needs=(lambda: has('aarch64-linux-gnu-gcc') and has('qemu-aarch64'),
                     'the cross compiler or qemu-aarch64 is missing')),
-        # The other MPI.
-        Part('mpich', ['-Doptimization=1', '-Dmpi_package=mpich'], full='net',
+        # The other MPI, and nothing that goes over TCP.
+        Part('mpich', ['-Doptimization=1', '-Dmpi_package=mpich'], full='mpi world_mpi abi_mpi 08_mpi',
              needs=(lambda: has('mpirun.mpich') and packaged('mpich'), 'MPICH is missing')),
         # Kernels for devices: compiled for all of them, linked, and run where there is one (bench/gpu.py measures).
         # nvcc optimizes these whatever the rest does.
@@ -174,10 +176,24 @@ def suites(test):
     return [suite.split(':')[-1] for suite in test['suite']]
 
 
+def places_of(said):
+    """Of each process of Python that SIGABRT has ended, in which function it was, and in which line of a test or binding."""
+    places = {}
+    for process in said.split('Fatal Python error: Aborted')[1:]:
+        stacks = re.findall(r'^(?:Current t|T)hread .*\n((?:  File .*\n)+)', process, re.M) or ['']  # the main thread's is the last
+        frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stacks[-1]) or [('', '', '?')]
+        own = next((f' at {os.path.basename(path)}:{line}' for path, line, _ in frames if '/site-packages/' not in path
+                    and path.startswith(TOP)), '')
+        places[frames[0][2] + own] = None
+    return ', in ' * bool(places) + ', '.join(places)
+
+
 def sentence_of(said, status):
     """What a failure says first: with a place in a file, or of an error, or whatever it says."""
     lines = [line.strip() for line in said.split('\n') if line.strip()]
-    for pattern in r'\S+:\d+(:\d+)?: (?!warning|note)', r'.*(ERROR|[Ee]rror\b|WARNING: \w+Sanitizer)|killed after':
+    if lines and re.match('killed after', lines[-1]):
+        return lines[-1] + places_of(said)
+    for pattern in r'\S+:\d+(:\d+)?: (?!warning|note)', r'.*(ERROR|[Ee]rror\b|WARNING: \w+Sanitizer)':
         found = [line for line in lines if re.match(pattern, line)]
         if found:
             return found[0].removeprefix('../../')
@@ -234,13 +250,22 @@ class Runner:
         """Runs a command in a group of its own, which is killed when time is up."""
         with tempfile.TemporaryFile() as log:
             child = subprocess.Popen(words, cwd=folder, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                     env={**os.environ, **(env or {})}, start_new_session=True)
+                                     env={**os.environ, 'PYTHONFAULTHANDLER': '1', **(env or {})}, start_new_session=True)
             self.children.add(child.pid)
             late = []
 
             def stop():
                 late.append(f'\nkilled after {limit:.0f} s: it hangs\n')
-                os.killpg(child.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGSTOP)
+                for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
+                    with contextlib.suppress(ProcessLookupError):
+                        if os.getpgid(pid) == child.pid:
+                            os.kill(pid, signal.SIGABRT)  # one of Python says where it is, and only then the next
+                            os.kill(pid, signal.SIGCONT)
+                            time.sleep(0.3)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
 
             timer = threading.Timer(limit or 1e6, stop)
             timer.daemon = True
@@ -248,6 +273,7 @@ class Runner:
             # with the processor's time, of which a busy machine takes no more than an idle one
             _, status, used = os.wait4(child.pid, 0)
             timer.cancel()
+            timer.join()
             child.returncode = os.waitstatus_to_exitcode(status)
             self.children.discard(child.pid)
             log.seek(0)
@@ -567,6 +593,7 @@ def main():
     options = parser.parse_args()
     # the children have groups of their own, which end with this one
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # of what hangs
     return Session(options).main(options.list)
 
 

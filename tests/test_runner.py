@@ -122,6 +122,28 @@ def test_end(_):
         equal(run.sentence_of(said, 9), sentence, 'the first sentence')
 
 
+# Its child waits for a byte that does not come, as it does for its child.
+HANGS = '''
+import os
+def hears_nothing():
+    os.read(os.pipe()[0], 1)
+def waits(pid):
+    os.waitpid(pid, 0)
+pid = os.fork()
+waits(pid) if pid else hears_nothing()
+'''
+
+
+def test_hang(folder):
+    """What is killed says where each of its processes was."""
+    write('hangs.py', HANGS)
+    with mock.patch.object(run, 'TOP', os.path.realpath(folder)):
+        status, said, _ = run.Runner('full', 0).command([sys.executable, os.path.realpath('hangs.py')], folder, limit=2)
+        sentence = run.sentence_of(said, status)
+    check(status != 0 and sentence.startswith('killed after 2 s: it hangs, in '), said)
+    equal(sorted(sentence.split(', in ')[1].split(', ')), ['hears_nothing at hangs.py:4', 'waits at hangs.py:6'], 'where they were')
+
+
 def session_of(*only):
     return run.Session(argparse.Namespace(all=False, full=False, only=list(only)))
 
@@ -170,5 +192,5 @@ def test_screen(folder):
 
 if __name__ == '__main__':
     there = shutil.which(shlex.split(os.environ.get('CC', 'cc'))[0])
-    sys.exit(run_tests('runner', *[test_program] * bool(there), test_script, test_end, test_names, test_installs,
+    sys.exit(run_tests('runner', *[test_program] * bool(there), test_script, test_end, test_hang, test_names, test_installs,
                        test_screen))
