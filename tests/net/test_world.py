@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""test_world.py same|lost|sides TRAIN LOGITS COMPARE TOP [MPIRUN TRAIN_MPI LOGITS_MPI COMPARE_MPI] -- programs whose ranks are
+"""test_world.py tcp|mpi|lost|sides TRAIN LOGITS COMPARE TOP [MPIRUN TRAIN_MPI LOGITS_MPI COMPARE_MPI] -- programs whose ranks are
 processes, over TCP and, where it is there, MPI
 
-same: what threads write and say, bit for bit; what is wrong is said once; a rank that is lost is named by all others.
+tcp, mpi: what threads write and say, bit for bit; what is wrong is said once; over TCP a rank that is lost is named by all others.
 lost: ranks that are killed or stopped at any moment of a training, how soon the others leave, and what is left; over MPI
 where the launcher is Open MPI's, as others end with the first rank that does. sides: two machines, which are network
 namespaces (sides.py), whose link is slow, loses packets or is cut. For lost and sides the machine must have no other work.
@@ -34,9 +34,9 @@ from sides import Link, MpiSides, TcpSides
 KIND = sys.argv[1]
 TRAIN, LOGITS, COMPARE, TOP = (os.path.abspath(path) for path in sys.argv[2:6])
 MPI = Mpi(sys.argv[6]) if len(sys.argv) > 6 else None
-if MPI and KIND != 'same' and not MPI.is_open:  # which ends all with the first rank that does
+if MPI and KIND != 'mpi' and not MPI.is_open:  # which ends all with the first rank that does
     MPI = None
-LAUNCHERS = [Tcp(), *[MPI] * bool(MPI)]
+LAUNCHERS = [*[Tcp()] * (KIND != 'mpi'), *[MPI] * bool(MPI)]
 FULL = bool(os.environ.get('UPIPE_FULL'))
 MODEL = '--layers 2 --model-dim 64 --heads 8 --kv-heads 4 --tokens 128'.split()
 LARGE = '--layers 4 --model-dim 256 --heads 8 --kv-heads 4 --tokens 128'.split()
@@ -250,9 +250,10 @@ def test_voice_of_mpi(folder):
     refused(folder, MPI, command, 2, "rank 1: --transport is threads, mpi, nccl or tcp, not 'wire'", of_one('--transport wire'))
     for omits in 0, 1:
         refused(folder, MPI, command, 2, 'rank 1: ' * omits + 'a launcher has started 2 processes', f'[ $RANK = {omits} ] && shift 2; {PROGRAM}')
-    # in MPI_Init, or in the first call after it
+    # in MPI_Init, or in the first call after it. Where the launcher takes its time to end rank 1, that says it too
     statuses, outs, _, own = run_ranks(MPI, 2, words(MPI, COMPARE, *BLOCK, '--deadline', '0.00001'))
-    check(all(statuses) and not any(outs) and sum(map(len, own)) == 1 and '1e-05' in str(own), f'a short deadline: {statuses}: {own}')
+    check(all(statuses) and not any(outs) and any(own) and all(len(one) <= 1 for one in own) and all('1e-05' in text for text in sum(own, [])),
+          f'a short deadline: {statuses}: {own}')
 
 
 class Without(Tcp):
@@ -376,7 +377,7 @@ def test_losses(folder):
 
 
 def test_start(_):
-    """A rank is stopped while MPI starts: one of the others says that one does not come, and they end. What becomes of
+    """A rank is stopped while MPI starts: who is not ended first says that one does not come, and all end. What becomes of
     mpirun then is its own affair (docs/clusters.md)."""
     draw = random.Random(int(os.environ.get('UPIPE_SEED', '1')))
     for victim in [draw.randrange(4) for _ in range(max(1, int(os.environ.get('UPIPE_WORLD_TRIES', '2')) // 5))]:
@@ -386,8 +387,9 @@ def test_start(_):
             pids = run.pids()
             os.kill(pids.pop(victim), signal.SIGSTOP)
             leave(run, pids.values(), DEADLINE + 4, what)
-            said = sum(run.own(), [])
-            check(len(said) == 1 and 'MPI_Init waits for a process that does not come' in said[0], f'{what}: {run.said()}')
+            own = run.own()
+            check(any(own) and all(len(one) <= 1 for one in own), f'{what}: {run.said()}')
+            check(all('MPI_Init waits for a process that does not come' in text for text in sum(own, [])), f'{what}: {run.said()}')
 
 
 def test_comparison(folder):
@@ -434,7 +436,10 @@ def test_signal(folder):
     for number, when in enumerate(('step', 'evaluation', 'sample')):
         for victim in 0, 2:
             signalled(folder, Tcp(), when, victim, kinds[(number + victim) % 4])
-    if MPI and MPI.is_open:
+
+
+def test_signal_of_mpi(folder):
+    if MPI.is_open:
         signalled(folder, MPI, 'step', 'mpirun', signal.SIGUSR1)
 
 
@@ -515,8 +520,10 @@ def main():
                 if MPI:
                     run_test(test_link, folder, link, MpiSides(link, MPI), 0.0)
         else:
-            same_as = [test_same, test_compare, test_reads, test_voice, *[test_voice_of_mpi] * bool(MPI), test_meeting, test_signal, test_named]
-            for test in same_as if KIND == 'same' else [*[test_start] * bool(MPI), test_losses, *[test_comparison] * FULL]:
+            both = [test_same, test_compare, test_reads, test_voice]
+            tests = {'tcp': [*both, test_meeting, test_signal, test_named], 'mpi': [*both, test_voice_of_mpi, test_signal_of_mpi],
+                     'lost': [*[test_start] * bool(MPI), test_losses, *[test_comparison] * FULL]}
+            for test in tests[KIND]:
                 with tempfile.TemporaryDirectory() as own:
                     run_test(test, own)
     return end(f'world, {KIND}')
