@@ -93,6 +93,15 @@ def nvcc():
     return has('nvcc') or os.path.exists('/usr/local/cuda/bin/nvcc')
 
 
+def runs(pid):
+    """It has not ended, whether somebody has asked for its status or not."""
+    try:
+        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
+            return file.read().rpartition(')')[2].split()[0] != 'Z'
+    except OSError:
+        return False
+
+
 class Part:
     """A build and the tests that run there: suites in the full run, and those of the ordinary run, by suite or name."""
 
@@ -263,7 +272,9 @@ class Runner:
                         if os.getpgid(pid) == child.pid:
                             os.kill(pid, signal.SIGABRT)  # one of Python says where it is, and only then the next
                             os.kill(pid, signal.SIGCONT)
-                            time.sleep(0.3)
+                            until = time.monotonic() + 3
+                            while runs(pid) and time.monotonic() < until:
+                                time.sleep(0.01)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(child.pid, signal.SIGKILL)
 

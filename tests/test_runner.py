@@ -138,9 +138,9 @@ def test_hang(folder):
     """What is killed says where each of its processes was."""
     write('hangs.py', HANGS)
     with mock.patch.object(run, 'TOP', os.path.realpath(folder)):
-        status, said, _ = run.Runner('full', 0).command([sys.executable, os.path.realpath('hangs.py')], folder, limit=2)
+        status, said, _ = run.Runner('full', 0).command([sys.executable, os.path.realpath('hangs.py')], folder, limit=5)
         sentence = run.sentence_of(said, status)
-    check(status != 0 and sentence.startswith('killed after 2 s: it hangs, in '), said)
+    check(status != 0 and sentence.startswith('killed after 5 s: it hangs, in '), said)
     equal(sorted(sentence.split(', in ')[1].split(', ')), ['hears_nothing at hangs.py:4', 'waits at hangs.py:6'], 'where they were')
 
 
