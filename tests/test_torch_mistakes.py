@@ -144,6 +144,7 @@ def pair(*bodies):
         pids.append(os.fork())
         if pids[rank] == 0:
             os.environ |= {'RANK': str(rank), 'WORLD_SIZE': '2', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': str(port)}
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background may have it ignored
             said = b''
             try:
                 scene = Scene()
