@@ -23,6 +23,10 @@ import tempfile
 import threading
 import time
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+from checks import wait_for  # pylint: disable=wrong-import-position
+from launch import alive  # pylint: disable=wrong-import-position
+
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(TOP, 'build')
 TIMES = os.path.join(BUILD, 'times.json')
@@ -93,13 +97,19 @@ def nvcc():
     return has('nvcc') or os.path.exists('/usr/local/cuda/bin/nvcc')
 
 
-def runs(pid):
-    """It has not ended, whether somebody has asked for its status or not."""
+def end_group(group):
+    """Kills it. Before that its processes end one after the other with SIGABRT, of which Python's say where they are."""
     try:
-        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
-            return file.read().rpartition(')')[2].split()[0] != 'Z'
-    except OSError:
-        return False
+        os.killpg(group, signal.SIGSTOP)
+        for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) == group:
+                    os.kill(pid, signal.SIGABRT)
+                    os.kill(pid, signal.SIGCONT)
+                    wait_for(lambda: not alive(pid), 3)  # pylint: disable=cell-var-from-loop
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 class Part:
@@ -266,17 +276,7 @@ class Runner:
             def stop():
                 late.append(f'\nkilled after {limit:.0f} s: it hangs\n')
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGSTOP)
-                for pid in map(int, filter(str.isdigit, os.listdir('/proc'))):
-                    with contextlib.suppress(ProcessLookupError):
-                        if os.getpgid(pid) == child.pid:
-                            os.kill(pid, signal.SIGABRT)  # one of Python says where it is, and only then the next
-                            os.kill(pid, signal.SIGCONT)
-                            until = time.monotonic() + 3
-                            while runs(pid) and time.monotonic() < until:
-                                time.sleep(0.01)
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
+                    end_group(child.pid)
 
             timer = threading.Timer(limit or 1e6, stop)
             timer.daemon = True
@@ -604,7 +604,7 @@ def main():
     options = parser.parse_args()
     # the children have groups of their own, which end with this one
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # of what hangs
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # what hangs leaves no core file
     return Session(options).main(options.list)
 
 

@@ -18,7 +18,7 @@ first, with the line that does it. After a no the tests that need a missing prog
 it, the run ends with status 1.
 
   --full          all suites: other compilers and instructions, valgrind, the sanitizers on everything, planted bugs,
-                  real weights, two versions of PyTorch, more random draws; 40 to 80 minutes
+                  real weights, two versions of PyTorch, more random draws; up to 80 minutes
   --all           the same with every planted bug and ten times the draws; hours
   --only NAME...  these alone: suites (unit), tests (ring), builds (asan), tests of a build (asan/ring), functions of a
                   test (gcc/train:lora,adapter)

@@ -30,7 +30,8 @@ static void world_mpi_on_alarm(int number)
 }
 
 /* Ends the process when `what` takes longer than the deadline; NULL: it has ended. The first process that ends makes
- * the launcher end the others, if each has a time of its own: then one of them says why. */
+ * the launcher end the others, if each has a time of its own: then one of them says why, or more if the launcher is
+ * slow. */
 static void world_mpi_watch(const struct world *w, const char *what)
 {
     const int rank = launch_process();

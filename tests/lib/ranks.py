@@ -36,8 +36,8 @@ VERSIONS = f'transformers {transformers.__version__}, torch {torch.__version__}'
 
 def launch(ranks, body, *arguments):
     """{rank: what body has returned} of processes with torchrun's variables. They are forked from this one, which has the packages
-    already, and must have no other thread: that may hold a lock, as of libc's resolver, which is never free in a fork. Each sets
-    its own number of threads first. One that fails ends the others, where they do not end by themselves."""
+    already, and must have no other thread: that may hold a lock, as of libc's resolver, which nobody releases in the fork. Each
+    sets its own number of threads first. Where one fails, those that run 30 s after the last that has ended are killed."""
     needed(len(os.listdir('/proc/self/task')) == 1, 'a process with several threads is forked')
     fork, port = multiprocessing.get_context('fork'), free_port()
 
