@@ -16,7 +16,7 @@
 #define UPIPE_DRY_H
 
 #include "upipe_fpdt.h"
-#include "upipe_qkv.h"
+#include "upipe_latent.h"
 #include "upipe_reduce.h"
 
 enum { UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16, UPIPE_DRY_SEEN = 61 };
@@ -391,6 +391,32 @@ UPIPE_API upipe_status upipe_dry_qkv(upipe_dry *dry, const upipe_qkv *a)
     g.dsinks = a->mask.sinks != NULL ? (float *)none : NULL;
     UPIPE_TRY(upipe_qkv_fwd(c, &own, &save));
     return upipe_qkv_bwd(c, &own, &g, &save);
+}
+
+/* upipe_dry_latent -- the same where K and V come of a latent
+ *   a       plan, mask, scale and form; of its views the widths of c and kr are read. The host's tensors are not counted
+ *   errors  those of upipe_latent_fwd and upipe_latent_bwd but for transport and memory
+ */
+UPIPE_API upipe_status upipe_dry_latent(upipe_dry *dry, const upipe_latent *a)
+{
+    upipe_ctx *c = &dry->ctx;
+    void *const none = dry->mem.slab; /* never touched */
+    const upipe_plan_desc *d = a != NULL && a->plan != NULL ? &a->plan->desc : NULL;
+    upipe_latent own;
+    upipe_latent_grads g;
+    upipe_saved save;
+    if (c->ops == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "upipe_dry_init failed, or was not called");
+    if (d == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the call or its plan is NULL");
+    own = *a;
+    own.wkv = none;
+    own.q = g.dq = upipe_view_packed(none, d->dtype, a->plan->rows, d->heads, d->head_dim);
+    own.c = g.dc = upipe_view_packed(none, d->dtype, a->plan->rows, 1, a->c.d);
+    own.kr = g.dkr = upipe_view_packed(none, d->dtype, a->plan->rows, 1, a->kr.d);
+    own.o = g.dout = upipe_view_packed(none, d->dtype, a->plan->rows, d->heads, d->v_dim);
+    g.dwkv = (float *)none;
+    g.dsinks = a->mask.sinks != NULL ? (float *)none : NULL;
+    UPIPE_TRY(upipe_latent_fwd(c, &own, &save));
+    return upipe_latent_bwd(c, &own, &g, &save);
 }
 
 /* upipe_dry_fpdt -- the same in segments: forward and backward of upipe_fpdt.h, with dry->host as the host's pool. x,

@@ -19,10 +19,10 @@ static inline void check_promised(const block_shape *s, const run_result *a, con
     const int same_ranks = a->plan.desc.ranks == b->plan.desc.ranks;
     const int whole = !a->plan.kv_grads_partial && !b->plan.kv_grads_partial;
     const int chains = run_same_chains(&a->plan) && run_same_chains(&b->plan);
-    same_bits(s, a, b, "o lse y q");
+    same_bits(s, a, b, "o lse y q c kr");
     if (chains && (whole || same_ranks)) same_bits(s, a, b, "x k v");
     if (!same_ranks) return;
-    same_bits(s, a, b, "wq wo wg q_norm_weight sinks bq bo");
+    same_bits(s, a, b, "wq wo wg wkv q_norm_weight sinks bq bo");
     if (chains) same_bits(s, a, b, "wk wv k_norm_weight bk bv");
 }
 

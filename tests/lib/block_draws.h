@@ -5,6 +5,7 @@
  *     block_draws(1);     Q, K and V of the host (upipe_qkv.h): fused or apart with gaps, in the storage type or wider,
  *                         gradients in the place of what they are gradients of; NaNs in one packed sequence, or in
  *                         padding, change no bit of another
+ *     block_draws(2);     the same where K and V are expanded from a latent, which is gathered or not
  *
  * Draws are draw.h's; a failing one prints the line that replays it.
  */
@@ -35,6 +36,8 @@ static int compare(const run_case *t, const f32_block *in, const run_result *r, 
     upipe_status status;
     u.chunk = t->shape.h;
     u.tile_rows = 0;
+    if (t->ring == 1 && t->shape.latent > 0) /* the other form */
+        u.form = r->gathers ? UPIPE_LATENT_HEADS : UPIPE_LATENT_GATHERED;
     u.overlap = u.fused = u.wide = u.in_place = 0;
     u.ring_mode = t->ring > 1 ? r->plan.desc.ring_mode : UPIPE_RING_AUTO;
     u.table = NULL; /* nor does it matter whether attention reads O */
@@ -71,6 +74,8 @@ static void nan_apart(const run_case *t, const f32_block *in, int which)
         PUT(q)
         PUT(k)
         PUT(v)
+        PUT(c)
+        PUT(kr)
         PUT(dout)
 #undef PUT
         CHECK_STATUS(run_block(t, &inputs, &of[bad]), UPIPE_OK, of[bad].errors[0]);
@@ -81,9 +86,11 @@ static void nan_apart(const run_case *t, const f32_block *in, int which)
         CLEAR(q)
         CLEAR(k)
         CLEAR(v)
+        CLEAR(c)
+        CLEAR(kr)
 #undef CLEAR
     }
-    same_bits(s, &of[0], &of[1], which < 0 ? "o lse q sinks" : "o lse q");
+    same_bits(s, &of[0], &of[1], which < 0 ? "o lse q c kr sinks" : "o lse q c kr");
     if (run_same_chains(&of[0].plan)) same_bits(s, &of[0], &of[1], "k v");
 }
 
@@ -100,7 +107,8 @@ static void one_draw(long seed, int bare, counts *n)
     upipe_status status;
     rng.state = (uint64_t)seed;
     draw(&rng, &d);
-    if (bare) draw_bare(&rng, &d);
+    if (bare == 1) draw_bare(&rng, &d);
+    if (bare == 2) draw_latent(&rng, &d);
     t->expect_failure = expected(t) != UPIPE_OK;
     block_inputs(&t->shape, (uint64_t)seed, &in);
     status = run_block(t, &in, &r);

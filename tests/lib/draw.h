@@ -3,6 +3,7 @@
  *     drawn d;
  *     draw(&rng, &d);                      d.t: a run_case (runner.h)
  *     draw_bare(&rng, &d);                 without its projections: Q, K and V are the host's
+ *     draw_latent(&rng, &d);               and K and V are expanded from a latent
  *     expected(&d.t)                       the status that the library must give
  *     say_replay(&d.t, seed);              after a failure: how to run this draw alone
  */
@@ -126,6 +127,16 @@ static void draw_bare(test_rng *rng, drawn *d)
     t->in_place = test_below(rng, 3) == 0;
 }
 
+static void draw_latent(test_rng *rng, drawn *d)
+{
+    block_shape *s = &d->t.shape;
+    draw_bare(rng, d);
+    s->hkv = s->h;
+    s->latent = 1 + test_below(rng, 80);
+    s->key = 1 + test_below(rng, s->d - 1);
+    d->t.form = (upipe_latent_form)test_below(rng, 3);
+}
+
 /* What upipe_plan_init and the layer packed sequence, said a second time. */
 static upipe_status expected(const run_case *t)
 {
@@ -149,6 +160,7 @@ static upipe_status expected(const run_case *t)
     if (t->ahead && !common) return UPIPE_ERR_UNSUPPORTED;
     if (t->overlap && (t->ring > 1 || (!common && chunk != s->h))) return UPIPE_ERR_UNSUPPORTED;
     if (s->d < 32 || s->d > 256 || v_dim < 32 || v_dim > 256) return UPIPE_ERR_UNSUPPORTED;
+    if (t->form == UPIPE_LATENT_GATHERED && t->ring > 1) return UPIPE_ERR_UNSUPPORTED;
     return UPIPE_OK;
 }
 

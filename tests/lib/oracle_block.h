@@ -30,8 +30,10 @@ typedef struct block_shape {
     int projected;              /* with the output projection */
     int gated;                  /* its input is gated by x, upipe_layer.h */
     int bare;                   /* without projections, upipe_qkv.h */
-    int biased;                 /* bq, bk, bv, and bo with the output projection */
-    int naive;                  /* naive runs alone: how sums run (oracle.h) */
+    int latent,
+        key;    /* bare, hkv = h: K and V are expanded from so many numbers, upipe_latent.h; 0: are not */
+    int biased; /* bq, bk, bv, and bo with the output projection */
+    int naive;  /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
     /* masks: 0 = without; cu_seqlens_n + 1 positions in the batch, of which position p of sequence b is b *
@@ -42,12 +44,13 @@ typedef struct block_shape {
     int sinks;
 } block_shape;
 
-/* What has gradients that are sums over tokens; the first five are stored in the storage type. */
-#define BLOCK_WEIGHTS(X) \
+/* Of a layer, what has gradients that are sums over tokens; the first five are stored in the storage type. */
+#define BLOCK_LAYER_WEIGHTS(X) \
     X(wq) X(wk) X(wv) X(wo) X(wg) X(q_norm_weight) X(k_norm_weight) X(sinks) X(bq) X(bk) X(bv) X(bo)
+#define BLOCK_WEIGHTS(X) X(wkv) BLOCK_LAYER_WEIGHTS(X)
 
 /* Results, and (BLOCK_TENSORS) results or inputs; elements in block_count's order. */
-#define BLOCK_RESULTS(X) BLOCK_WEIGHTS(X) X(o) X(lse) X(y) X(q) X(k) X(v) X(x)
+#define BLOCK_RESULTS(X) BLOCK_WEIGHTS(X) X(o) X(lse) X(y) X(q) X(k) X(v) X(c) X(kr) X(x)
 #define BLOCK_TENSORS(X) BLOCK_RESULTS(X) X(dout) X(dy)
 
 static inline int64_t block_count(const block_shape *s, const char *name)
@@ -59,6 +62,7 @@ static inline int64_t block_count(const block_shape *s, const char *name)
     if (!strcmp(name, "wv")) return kvv * dim;
     if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
     if (!strcmp(name, "wg")) return s->gated ? ho * s->dim : 0;
+    if (!strcmp(name, "wkv")) return s->h * (s->d - s->key + v_dim) * s->latent;
     if (!strcmp(name, "q_norm_weight") || !strcmp(name, "k_norm_weight")) return s->normed ? s->d : 0;
     if (!strcmp(name, "sinks")) return s->sinks ? s->h : 0;
     if (!strcmp(name, "bq")) return s->biased ? hd : 0;
@@ -67,8 +71,10 @@ static inline int64_t block_count(const block_shape *s, const char *name)
     if (!strcmp(name, "bo")) return s->biased && s->projected ? s->dim : 0;
     if (!strcmp(name, "o") || !strcmp(name, "dout")) return rows * ho;
     if (!strcmp(name, "q")) return rows * hd;
-    if (!strcmp(name, "k")) return s->bare ? rows * kvd : 0;
-    if (!strcmp(name, "v")) return s->bare ? rows * kvv : 0;
+    if (!strcmp(name, "k")) return s->bare && s->latent == 0 ? rows * kvd : 0;
+    if (!strcmp(name, "v")) return s->bare && s->latent == 0 ? rows * kvv : 0;
+    if (!strcmp(name, "c")) return rows * s->latent;
+    if (!strcmp(name, "kr")) return rows * s->key;
     if (!strcmp(name, "lse")) return rows * s->h;
     if (!strcmp(name, "y") || !strcmp(name, "dy")) return s->projected ? rows * s->dim : 0;
     return rows * dim;
@@ -141,6 +147,9 @@ static inline void block_inputs(const block_shape *s, uint64_t seed, f32_block *
     BLOCK_FILL(bk, 0.5)
     BLOCK_FILL(bv, 0.5)
     BLOCK_FILL(bo, 0.5)
+    BLOCK_FILL(wkv, 1 / sqrt((double)s->latent))
+    BLOCK_FILL(c, 1)
+    BLOCK_FILL(kr, 1)
     if (s->bare) {
         BLOCK_FILL(q, 1)
         BLOCK_FILL(k, 1)

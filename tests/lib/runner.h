@@ -5,7 +5,8 @@
  *     run_result r;
  *     if (run_block(&test, &in, &r) == UPIPE_OK) ...     r.out: as f32_block; r.bytes, r.plan, ...
  *
- * Doors are upipe_layer.h with its projections, upipe_qkv.h (shape.bare) and upipe_fpdt.h (segments). Ranks are threads,
+ * Doors are upipe_layer.h with its projections, upipe_qkv.h (shape.bare), upipe_latent.h (and shape.latent) and
+ * upipe_fpdt.h (segments). Ranks are threads,
  * on the host or where test.place says. r.out is on the list of memory.h. Each rank has a plan of its own, and a slab of
  * exactly the bytes that its dry run asked for, filled with NaN. Rows are scattered and gathered by the plan's positions.
  * On every rank the peak of each phase is checked against the dry run's, bytes sent and moved against the plan's, and
@@ -21,7 +22,7 @@
 #include "context.h"
 #include "grid.h"
 
-enum { RUN_MAX = 16, RUN_WEIGHTS = 5, RUN_GRADS = 12 };
+enum { RUN_MAX = 16, RUN_WEIGHTS = 6, RUN_GRADS = 13 };
 
 typedef struct run_own run_own;
 typedef struct run_state run_state;
@@ -47,7 +48,8 @@ typedef struct run_case {
     int ring, inner, ahead, ring_first; /* ring_first: neighbours in the world are a ring's, not a team's */
     upipe_layout layout;
     upipe_ring_mode ring_mode;
-    int segments;              /* of the sequence; 0: in one piece */
+    int segments; /* of the sequence; 0: in one piece */
+    upipe_latent_form form;
     int fused, wide, in_place; /* bare: q, k, v in one tensor; f32 whatever is sent; dq over q and so on */
     int dx_apart;              /* dX beside x instead of in its place */
     int64_t tile_rows;
@@ -69,6 +71,7 @@ typedef struct run_result {
     upipe_plan plan;   /* of rank 0, as are the next two */
     upipe_bytes bytes; /* the dry run's */
     size_t need;
+    int gathers; /* of rank 0: whether it gathers latents */
     upipe_status statuses[RUN_MAX];
     upipe_err errors[RUN_MAX];
     int64_t sent[RUN_MAX]; /* bytes to others of the team and of the ring */
@@ -84,6 +87,8 @@ struct run_own {
     upipe_fpdt segments; /* all but its layer */
     upipe_qkv qkv;       /* its views */
     upipe_qkv_grads qkv_grads;
+    upipe_latent latent;
+    upipe_latent_grads latent_grads;
     upipe_ops ops;
     upipe_bytes bytes;
     size_t need, host_need, host_peak, slab_bytes;
@@ -244,9 +249,9 @@ static inline upipe_status run_move_lse(upipe_ctx *c, const run_own *own, float 
 static inline upipe_grads run_grads_of(const run_own *own)
 {
     upipe_grads g = {0};
-    int j = 0;
+    int j = 1; /* behind wkv's */
 #define RUN_GRAD(name) g.name = own->grads[j++];
-    BLOCK_WEIGHTS(RUN_GRAD)
+    BLOCK_LAYER_WEIGHTS(RUN_GRAD)
 #undef RUN_GRAD
     return g;
 }
@@ -323,6 +328,26 @@ static inline upipe_status run_qkv(upipe_ctx *c, const run_state *s, const run_o
     return run_move(c, own, out->v, g->dv, 1);
 }
 
+/* upipe_latent.h: from Q, latent and shared key to their gradients. */
+static inline upipe_status run_latent(upipe_ctx *c, const run_state *s, const run_own *own)
+{
+    const upipe_latent *a = &own->latent;
+    const upipe_latent_grads *g = &own->latent_grads;
+    f32_block *out = &s->r->out;
+    upipe_saved save;
+    UPIPE_TRY(run_move(c, own, s->in->q, a->q, 0));
+    UPIPE_TRY(run_move(c, own, s->in->c, a->c, 0));
+    UPIPE_TRY(run_move(c, own, s->in->kr, a->kr, 0));
+    UPIPE_TRY(upipe_latent_fwd(c, a, &save));
+    UPIPE_TRY(run_move_lse(c, own, out->lse, save.lse));
+    UPIPE_TRY(run_move(c, own, out->o, a->o, 1));
+    UPIPE_TRY(run_move(c, own, s->in->dout, g->dout, 0));
+    UPIPE_TRY(upipe_latent_bwd(c, a, g, &save));
+    UPIPE_TRY(run_move(c, own, out->q, g->dq, 1));
+    UPIPE_TRY(run_move(c, own, out->c, g->dc, 1));
+    return run_move(c, own, out->kr, g->dkr, 1);
+}
+
 /* lse of this rank's heads, and dQ of its tokens, which lies in the slots of dout. Buffers of all segments are as large as
  * the largest. */
 static inline upipe_status run_segment_stats(upipe_ctx *c, const run_state *s, const upipe_fpdt *f,
@@ -388,9 +413,10 @@ static inline upipe_status run_segments(upipe_ctx *c, const run_state *s, const 
 
 static inline upipe_status run_door(upipe_ctx *c, const run_state *s, const run_own *own)
 {
-    return s->test->segments != 0 ? run_segments(c, s, own)
-           : s->test->shape.bare  ? run_qkv(c, s, own)
-                                  : run_layer(c, s, own);
+    return s->test->segments != 0      ? run_segments(c, s, own)
+           : s->test->shape.latent > 0 ? run_latent(c, s, own)
+           : s->test->shape.bare       ? run_qkv(c, s, own)
+                                       : run_layer(c, s, own);
 }
 
 /* ---- a rank ---- */
@@ -599,25 +625,31 @@ static inline void run_point(run_own *own)
 {
     void *const *t = own->tensors;
     upipe_layer *l = &own->layer;
-    l->wq = t[0], l->wk = t[1], l->wv = t[2], l->wo = t[3], l->wg = t[4];
-    l->q_norm_weight = (const float *)t[5], l->k_norm_weight = (const float *)t[6];
-    l->mask.sinks = (const float *)t[7];
-    l->bq = (const float *)t[8], l->bk = (const float *)t[9], l->bv = (const float *)t[10];
-    l->bo = (const float *)t[11];
-    own->qkv.plan = &own->plan, own->qkv.mask = l->mask, own->qkv.scale = l->scale;
-    own->qkv_grads.dsinks = own->grads[7];
+    l->wq = t[1], l->wk = t[2], l->wv = t[3], l->wo = t[4], l->wg = t[5];
+    l->q_norm_weight = (const float *)t[6], l->k_norm_weight = (const float *)t[7];
+    l->mask.sinks = (const float *)t[8];
+    l->bq = (const float *)t[9], l->bk = (const float *)t[10], l->bv = (const float *)t[11];
+    l->bo = (const float *)t[12];
+    own->qkv.plan = own->latent.plan = &own->plan;
+    own->qkv.mask = own->latent.mask = l->mask;
+    own->qkv.scale = own->latent.scale = l->scale;
+    own->qkv_grads.dsinks = own->latent_grads.dsinks = own->grads[8];
+    own->latent.wkv = t[0];
+    own->latent_grads.dwkv = own->grads[0];
 }
 
-/* Q, K, V and O of the host, side by side at each token or apart with gaps of three elements between rows; their gradients
- * in the same places, or in packed ones. */
+/* Q, K, V (or latent and shared key) and O of the host, side by side at each token or apart with gaps of three elements
+ * between rows; their gradients in the same places, or in packed ones. */
 static inline void run_fill_qkv(run_state *s, run_own *own)
 {
     const upipe_plan_desc *d = &own->plan.desc;
     const upipe_dtype type = s->test->wide ? UPIPE_F32 : d->dtype;
     const size_t e = upipe_dtype_bytes(type);
     const int64_t rows = own->plan.rows;
-    const int heads[4] = {d->heads, d->kv_heads, d->kv_heads, d->heads};
-    const int dims[4] = {d->head_dim, d->head_dim, d->v_dim, d->v_dim};
+    const int latent = s->test->shape.latent, shared = latent > 0;
+    const int heads[4] = {d->heads, shared ? 1 : d->kv_heads, shared ? 1 : d->kv_heads, d->heads};
+    const int dims[4] = {d->head_dim, shared ? latent : d->head_dim, shared ? s->test->shape.key : d->v_dim,
+                         d->v_dim};
     upipe_view *const views[4] = {&own->qkv.q, &own->qkv.k, &own->qkv.v, &own->qkv.o};
     upipe_view *const grads[4] = {&own->qkv_grads.dq, &own->qkv_grads.dk, &own->qkv_grads.dv,
                                   &own->qkv_grads.dout};
@@ -638,6 +670,10 @@ static inline void run_fill_qkv(run_state *s, run_own *own)
         *grads[i] = upipe_view_packed(s->place->memory(s, own, NULL, (size_t)(rows * width) * e), type, rows,
                                       heads[i], dims[i]);
     }
+    own->latent.q = own->qkv.q, own->latent.c = own->qkv.k, own->latent.kr = own->qkv.v,
+    own->latent.o = own->qkv.o;
+    own->latent_grads.dq = own->qkv_grads.dq, own->latent_grads.dout = own->qkv_grads.dout;
+    own->latent_grads.dc = own->qkv_grads.dk, own->latent_grads.dkr = own->qkv_grads.dv;
 }
 
 /* What a rank holds, of the place's memory. */
@@ -659,6 +695,7 @@ static inline void run_fill(run_state *s, run_own *own)
     }
     own->slab = s->place->memory(s, own, NULL, own->slab_bytes);
     own->host_n = own->rows * (heads > shape->dim ? heads : shape->dim);
+    if (own->host_n < own->rows * shape->latent) own->host_n = own->rows * shape->latent;
     if (own->host_n < own->plan.team_tokens * shape->batch * shape->h)
         own->host_n = own->plan.team_tokens * shape->batch * shape->h;
     own->host = floats(own->host_n);
@@ -684,6 +721,9 @@ static inline upipe_status run_sent(const run_state *s, run_own *own, upipe_err 
                          upi_plan_sent_heads(&p, UPIPE_A2A_KV, stage, 0,
                                              (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
     }
+    if (s->test->shape.latent > 0)
+        own->sent =
+            upipe_latent_sent(&own->latent, 0) + upipe_latent_sent(&own->latent, 1 + s->ops.attn_reads_o);
     own->ring_sent = upipe_ring_sent(&p, &own->layer.mask, 0) + upipe_ring_sent(&p, &own->layer.mask, 1);
     return UPIPE_OK;
 }
@@ -704,6 +744,7 @@ static inline upipe_status run_dry(run_state *s, run_own *own, upipe_err *err)
     own->segments.layer = own->layer;
     if (status == UPIPE_OK)
         status = s->test->segments != 0 ? upipe_dry_fpdt(dry, &own->segments)
+                 : shape->latent > 0    ? upipe_dry_latent(dry, &own->latent)
                  : shape->bare          ? upipe_dry_qkv(dry, &own->qkv)
                  : shape->gated         ? run_layer(&dry->ctx, s, own)
                  : shape->projected     ? upipe_dry_block(dry, &own->layer, !s->test->dx_apart)
@@ -730,6 +771,9 @@ static inline upipe_status run_plan(run_state *s, run_own *own, upipe_err *err)
                                   : upipe_plan_init(&own->plan, &d, err));
     own->layer = run_layer_of(test);
     own->layer.plan = &own->plan;
+    own->latent.form = test->form;
+    own->latent.c.d = test->shape.latent;
+    own->latent.kr.d = test->shape.key;
     UPIPE_TRY(run_dry(s, own, err));
     return run_sent(s, own, err);
 }
@@ -770,6 +814,7 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     r->plan = s->own[0].plan;
     r->bytes = s->own[0].bytes;
     r->need = s->own[0].need;
+    r->gathers = status == UPIPE_OK && test->shape.latent > 0 && upipe_latent_gathers(&s->own[0].latent);
     if (status == UPIPE_OK) {
         s->place->open(s);
         for (int i = 0; test->differ != NULL && i < s->ranks; ++i) test->differ(test->odd, &s->own[i], NULL);

@@ -25,13 +25,11 @@ UPIPE_API upipe_status upi_stage_given(upipe_ctx *c, const upipe_layer *l, const
     return upi_given_same(&c->err, given, l->plan->seal, l->id, f, weights, n);
 }
 
-/* Compares the block with all ranks: everything but the data and the rows of a tile, which each rank may
- * choose. And a backward's with its forward's, upi_stage_given.
+/* What all ranks must share of a block: everything but the data and the rows of a tile, which each rank may choose.
  *   tokens, segments  of the whole sequence in segments (the plan's tokens are one segment's); 0 without
  *                     segments
  */
-UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments,
-                                       upipe_given *given)
+UPIPE_API upi_fields upi_stage_fields(const upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments)
 {
     const upipe_plan_desc *d = &l->plan->desc;
     const size_t pairs =
@@ -39,9 +37,6 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     const uint64_t rates = upipe_hash_bytes(UPIPE_HASH, l->rope_rates, pairs * sizeof *l->rope_rates);
     upi_fields f;
     f.n = 0;
-    if (!l->mask.padded)
-        UPIPE_TRY(
-            upi_borders_cover(&c->err, &l->mask.borders, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
     upi_field_int(&f, "tokens", d->tokens);
     upi_field_int(&f, "tokens of all segments", tokens);
     upi_field_int(&f, "segments", segments);
@@ -78,9 +73,28 @@ UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64
     upi_field_real(&f, "scale", l->scale);
     upi_field_real(&f, "norm_eps", l->norm_eps);
     upi_field_real(&f, "rope_theta", l->rope_theta);
-    UPIPE_TRY(upi_stage_given(c, l, &f, given));
-    UPIPE_TRY(upi_agree(c, c->team, &f));
-    return d->ring > 1 ? upi_agree(c, c->ring, &f) : UPIPE_OK;
+    return f;
+}
+
+/* Compares these with all ranks, and a backward's with its forward's. */
+UPIPE_API upipe_status upi_stage_same(upipe_ctx *c, const upipe_layer *l, const upi_fields *f,
+                                      upipe_given *given)
+{
+    UPIPE_TRY(upi_stage_given(c, l, f, given));
+    UPIPE_TRY(upi_agree(c, c->team, f));
+    return l->plan->desc.ring > 1 ? upi_agree(c, c->ring, f) : UPIPE_OK;
+}
+
+/* Borders of packed sequences are those of all tokens; then both of the above. */
+UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments,
+                                       upipe_given *given)
+{
+    const upipe_plan_desc *d = &l->plan->desc;
+    const upi_fields f = upi_stage_fields(c, l, tokens, segments);
+    if (!l->mask.padded)
+        UPIPE_TRY(
+            upi_borders_cover(&c->err, &l->mask.borders, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
+    return upi_stage_same(c, l, &f, given);
 }
 
 /* x, or another matrix of its shape: [rows][1][D] of the plan's type. */

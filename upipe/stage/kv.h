@@ -44,7 +44,7 @@ UPIPE_API upipe_status upi_kv_gather_start(upipe_ctx *c, upi_pass *f, int stage,
     const upipe_buffers *b = &p->buffers;
     const int heads = upipe_plan_part(p, UPIPE_A2A_KV, stage, c->team->rank).count;
     UPIPE_TRY(upi_kv_alloc(c, &f->own, b->k, b->v, UPIPE_USE_QKV));
-    UPIPE_TRY(upi_kv_fetch(c, f, stage, &f->own));
+    UPIPE_TRY(f->fetch(c, f, stage, &f->own));
     if (p->kv_rounds_shared) UPIPE_TRY(upi_kv_alloc(c, all, b->all_k, b->all_v, UPIPE_USE_QKV));
     if (heads == 0) return UPIPE_OK;
     return upi_ring_all_gather_start(c, p, &f->layer->mask, heads, all->k, all->v, f->own.k, f->own.v);
@@ -82,7 +82,7 @@ UPIPE_API upipe_status upi_kv_load(upipe_ctx *c, upi_pass *f, int i, upi_kv_pair
             UPIPE_TRY(upi_kv_gather_wait(c, f, i));
         } else {
             if (p->kv_rounds_shared) UPIPE_TRY(upi_kv_alloc(c, &f->kv, k, v, UPIPE_USE_QKV));
-            UPIPE_TRY(upi_kv_fetch(c, f, i, &f->kv));
+            UPIPE_TRY(f->fetch(c, f, i, &f->kv));
         }
     }
     *out = f->kv;

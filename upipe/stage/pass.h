@@ -31,6 +31,7 @@ typedef struct upi_stage_buffers {
  *   layer  weights, mask and scale; plan is its plan
  *   fill   writes all heads of a stage's Q, K or V into a send buffer, in the send layout of upipe_a2a.h: the layer
  *          projects x, others pack the host's tensors
+ *   fetch  K' and V' of this rank's heads: upi_kv_fetch, or from what all ranks hold (upipe_latent.h)
  *   grad   backward: the gradient of a run of heads, in g, at this rank's tokens: into dW, or the host's tensors
  *   x      [rows][1][D], of the layer;  heads, dheads: [3] views of the host's Q, K, V and of their gradients, whose data
  *          may be NULL
@@ -43,6 +44,7 @@ typedef struct upi_pass {
     const upipe_layer *layer;
     const upipe_plan *plan;
     upipe_status (*fill)(upipe_ctx *c, const struct upi_pass *f, upi_proj which, int stage, void *dst);
+    upipe_status (*fetch)(upipe_ctx *c, const struct upi_pass *f, int stage, const upi_kv_pair *kv);
     upipe_status (*grad)(upipe_ctx *c, const struct upi_pass *f, upi_proj which, upi_head_run h, void *g);
     upipe_view x;
     const upipe_view *heads, *dheads;
