@@ -410,9 +410,10 @@ UPIPE_API upipe_status upipe_dry_latent(upipe_dry *dry, const upipe_latent *a)
     own = *a;
     own.wkv = none;
     own.q = g.dq = upipe_view_packed(none, d->dtype, a->plan->rows, d->heads, d->head_dim);
-    own.c = g.dc = upipe_view_packed(none, d->dtype, a->plan->rows, 1, a->c.d);
-    own.kr = g.dkr = upipe_view_packed(none, d->dtype, a->plan->rows, 1, a->kr.d);
     own.o = g.dout = upipe_view_packed(none, d->dtype, a->plan->rows, d->heads, d->v_dim);
+    own.kv.c = upipe_view_packed(none, d->dtype, a->plan->rows, 1, a->kv.c.d);
+    own.kv.kr = upipe_view_packed(none, d->dtype, a->plan->rows, 1, a->kv.kr.d);
+    g.dkv = own.kv;
     g.dwkv = (float *)none;
     g.dsinks = a->mask.sinks != NULL ? (float *)none : NULL;
     UPIPE_TRY(upipe_latent_fwd(c, &own, &save));

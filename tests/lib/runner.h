@@ -336,16 +336,16 @@ static inline upipe_status run_latent(upipe_ctx *c, const run_state *s, const ru
     f32_block *out = &s->r->out;
     upipe_saved save;
     UPIPE_TRY(run_move(c, own, s->in->q, a->q, 0));
-    UPIPE_TRY(run_move(c, own, s->in->c, a->c, 0));
-    UPIPE_TRY(run_move(c, own, s->in->kr, a->kr, 0));
+    UPIPE_TRY(run_move(c, own, s->in->c, a->kv.c, 0));
+    UPIPE_TRY(run_move(c, own, s->in->kr, a->kv.kr, 0));
     UPIPE_TRY(upipe_latent_fwd(c, a, &save));
     UPIPE_TRY(run_move_lse(c, own, out->lse, save.lse));
     UPIPE_TRY(run_move(c, own, out->o, a->o, 1));
     UPIPE_TRY(run_move(c, own, s->in->dout, g->dout, 0));
     UPIPE_TRY(upipe_latent_bwd(c, a, g, &save));
     UPIPE_TRY(run_move(c, own, out->q, g->dq, 1));
-    UPIPE_TRY(run_move(c, own, out->c, g->dc, 1));
-    return run_move(c, own, out->kr, g->dkr, 1);
+    UPIPE_TRY(run_move(c, own, out->c, g->dkv.c, 1));
+    return run_move(c, own, out->kr, g->dkv.kr, 1);
 }
 
 /* lse of this rank's heads, and dQ of its tokens, which lies in the slots of dout. Buffers of all segments are as large as
@@ -670,10 +670,10 @@ static inline void run_fill_qkv(run_state *s, run_own *own)
         *grads[i] = upipe_view_packed(s->place->memory(s, own, NULL, (size_t)(rows * width) * e), type, rows,
                                       heads[i], dims[i]);
     }
-    own->latent.q = own->qkv.q, own->latent.c = own->qkv.k, own->latent.kr = own->qkv.v,
-    own->latent.o = own->qkv.o;
+    own->latent.q = own->qkv.q, own->latent.o = own->qkv.o;
+    own->latent.kv.c = own->qkv.k, own->latent.kv.kr = own->qkv.v;
     own->latent_grads.dq = own->qkv_grads.dq, own->latent_grads.dout = own->qkv_grads.dout;
-    own->latent_grads.dc = own->qkv_grads.dk, own->latent_grads.dkr = own->qkv_grads.dv;
+    own->latent_grads.dkv.c = own->qkv_grads.dk, own->latent_grads.dkv.kr = own->qkv_grads.dv;
 }
 
 /* What a rank holds, of the place's memory. */
@@ -722,8 +722,8 @@ static inline upipe_status run_sent(const run_state *s, run_own *own, upipe_err 
                                              (p.desc.head_dim + p.desc.v_dim) * (int64_t)e);
     }
     if (s->test->shape.latent > 0)
-        own->sent =
-            upipe_latent_sent(&own->latent, 0) + upipe_latent_sent(&own->latent, 1 + s->ops.attn_reads_o);
+        own->sent = upipe_latent_sent(&own->plan, &own->latent.kv, 0) +
+                    upipe_latent_sent(&own->plan, &own->latent.kv, 1 + s->ops.attn_reads_o);
     own->ring_sent = upipe_ring_sent(&p, &own->layer.mask, 0) + upipe_ring_sent(&p, &own->layer.mask, 1);
     return UPIPE_OK;
 }
@@ -771,9 +771,9 @@ static inline upipe_status run_plan(run_state *s, run_own *own, upipe_err *err)
                                   : upipe_plan_init(&own->plan, &d, err));
     own->layer = run_layer_of(test);
     own->layer.plan = &own->plan;
-    own->latent.form = test->form;
-    own->latent.c.d = test->shape.latent;
-    own->latent.kr.d = test->shape.key;
+    own->latent.kv.form = test->form;
+    own->latent.kv.c.d = test->shape.latent;
+    own->latent.kv.kr.d = test->shape.key;
     UPIPE_TRY(run_dry(s, own, err));
     return run_sent(s, own, err);
 }
@@ -814,7 +814,8 @@ static inline upipe_status run_block(const run_case *test, const f32_block *in, 
     r->plan = s->own[0].plan;
     r->bytes = s->own[0].bytes;
     r->need = s->own[0].need;
-    r->gathers = status == UPIPE_OK && test->shape.latent > 0 && upipe_latent_gathers(&s->own[0].latent);
+    r->gathers =
+        status == UPIPE_OK && test->shape.latent > 0 && upipe_latent_gathers(&r->plan, &s->own[0].latent.kv);
     if (status == UPIPE_OK) {
         s->place->open(s);
         for (int i = 0; test->differ != NULL && i < s->ranks; ++i) test->differ(test->odd, &s->own[i], NULL);

@@ -48,6 +48,7 @@ typedef struct upi_pass {
     upipe_status (*grad)(upipe_ctx *c, const struct upi_pass *f, upi_proj which, upi_head_run h, void *g);
     upipe_view x;
     const upipe_view *heads, *dheads;
+    struct upi_latent *latent; /* of latent/expand.h; NULL: K and V are the layer's or the host's */
     upipe_view out;
     const void *o;
     const upipe_grads *grads;
