@@ -129,7 +129,9 @@ UPIPE_API upipe_status upi_layer_fwd(upipe_ctx *c, upi_pass *f, upipe_saved *sav
     return UPIPE_OK;
 }
 
-UPIPE_API upipe_status upi_layer_bwd(upipe_ctx *c, upi_pass *f, upipe_saved *save, upipe_view dx)
+/* store: upi_bwd_store, and what a door does after it */
+UPIPE_API upipe_status upi_layer_bwd(upipe_ctx *c, upi_pass *f, upipe_saved *save, upipe_view dx,
+                                     upipe_status (*store)(upipe_ctx *c, void *pass, int i))
 {
     const upipe_plan *p = f->plan;
     int i;
@@ -140,12 +142,12 @@ UPIPE_API upipe_status upi_layer_bwd(upipe_ctx *c, upi_pass *f, upipe_saved *sav
     upi_phase_set(c, UPIPE_BWD_IN);
     if (f->layer->q_norm_weight != NULL) UPIPE_TRY(upi_norm_grads_begin(c, f));
     if (p->overlap) {
-        UPIPE_TRY(upi_pipelined(c, f, f->scratch.attn_bwd, upi_bwd_load, upi_bwd_attend, upi_bwd_store));
+        UPIPE_TRY(upi_pipelined(c, f, f->scratch.attn_bwd, upi_bwd_load, upi_bwd_attend, store));
     } else {
         for (i = 0; i < p->stages; i += p->width) {
             UPIPE_TRY(upi_bwd_load(c, f, i));   /* Q', K', V' again; dO' and delta out of slot i */
             UPIPE_TRY(upi_bwd_attend(c, f, i)); /* dQ', dK', dV' */
-            UPIPE_TRY(upi_bwd_store(c, f, i));  /* dQ' into slot i; dK', dV' after their round; dW */
+            UPIPE_TRY(store(c, f, i));          /* dQ' into slot i; dK', dV' after their round; dW */
         }
     }
     UPIPE_TRY(upipe_free(c, save->o));
@@ -224,7 +226,7 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     pass.grads = grads;
     if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dx", dx);
     if (s == UPIPE_OK) s = upi_check_grads(c, l, grads, save, dout);
-    if (s == UPIPE_OK) s = upi_layer_bwd(c, &pass, save, dx);
+    if (s == UPIPE_OK) s = upi_layer_bwd(c, &pass, save, dx, upi_bwd_store);
     if (s != UPIPE_OK && save != NULL && delta == NULL) save->delta = NULL; /* upi_pass_end frees it */
     return upi_pass_end(c, s, mark);
 }

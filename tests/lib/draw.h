@@ -130,10 +130,17 @@ static void draw_bare(test_rng *rng, drawn *d)
 static void draw_latent(test_rng *rng, drawn *d)
 {
     block_shape *s = &d->t.shape;
-    draw_bare(rng, d);
     s->hkv = s->h;
     s->latent = 1 + test_below(rng, 80);
-    s->key = 1 + test_below(rng, s->d - 1);
+    s->key = 2 * (1 + test_below(rng, s->d / 2 - 1));
+    s->normed = s->biased = s->rope_dims = 0;
+    d->t.fused = test_below(rng, 2);
+    d->t.wide = test_below(rng, 3) == 0;
+    d->t.in_place = test_below(rng, 3) == 0;
+    if (test_below(rng, 2))
+        draw_bare(rng, d);
+    else
+        s->q_dim = 8 + test_below(rng, 60);
     d->t.form = (upipe_latent_form)test_below(rng, 3);
 }
 

@@ -30,10 +30,10 @@ typedef struct block_shape {
     int projected;              /* with the output projection */
     int gated;                  /* its input is gated by x, upipe_layer.h */
     int bare;                   /* without projections, upipe_qkv.h */
-    int latent,
-        key;    /* bare, hkv = h: K and V are expanded from so many numbers, upipe_latent.h; 0: are not */
-    int biased; /* bq, bk, bv, and bo with the output projection */
-    int naive;  /* naive runs alone: how sums run (oracle.h) */
+    int latent, key; /* hkv = h: K and V come of so many numbers a token, upipe_latent.h; 0: are not */
+    int q_dim;       /* of a row of x, with a latent and not bare */
+    int biased;      /* bq, bk, bv, and bo with the output projection */
+    int naive;       /* naive runs alone: how sums run (oracle.h) */
     upipe_dtype dtype;
     double scale, theta, eps;
     /* masks: 0 = without; cu_seqlens_n + 1 positions in the batch, of which position p of sequence b is b *
@@ -55,11 +55,12 @@ typedef struct block_shape {
 
 static inline int64_t block_count(const block_shape *s, const char *name)
 {
+    int64_t in = s->q_dim > 0 ? s->q_dim : s->bare ? 0 : s->dim;
     int64_t rows = s->batch * s->tokens, v_dim = s->v_dim > 0 ? s->v_dim : s->d, hd = (int64_t)s->h * s->d,
             ho = s->h * v_dim, kvd = (int64_t)s->hkv * s->d, kvv = s->hkv * v_dim, dim = s->bare ? 0 : s->dim;
-    if (!strcmp(name, "wq")) return hd * dim;
-    if (!strcmp(name, "wk")) return kvd * dim;
-    if (!strcmp(name, "wv")) return kvv * dim;
+    if (!strcmp(name, "wq")) return hd * in;
+    if (!strcmp(name, "wk")) return s->latent > 0 ? 0 : kvd * dim;
+    if (!strcmp(name, "wv")) return s->latent > 0 ? 0 : kvv * dim;
     if (!strcmp(name, "wo")) return s->projected ? ho * s->dim : 0;
     if (!strcmp(name, "wg")) return s->gated ? ho * s->dim : 0;
     if (!strcmp(name, "wkv")) return s->h * (s->d - s->key + v_dim) * s->latent;
@@ -77,7 +78,7 @@ static inline int64_t block_count(const block_shape *s, const char *name)
     if (!strcmp(name, "kr")) return rows * s->key;
     if (!strcmp(name, "lse")) return rows * s->h;
     if (!strcmp(name, "y") || !strcmp(name, "dy")) return s->projected ? rows * s->dim : 0;
-    return rows * dim;
+    return rows * in; /* x */
 }
 
 /* RoPE with what Llama of old has not: a factor of 1.2, `dims` of a head, and rates that are no theta's. */

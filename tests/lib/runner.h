@@ -5,7 +5,7 @@
  *     run_result r;
  *     if (run_block(&test, &in, &r) == UPIPE_OK) ...     r.out: as f32_block; r.bytes, r.plan, ...
  *
- * Doors are upipe_layer.h with its projections, upipe_qkv.h (shape.bare), upipe_latent.h (and shape.latent) and
+ * Doors are upipe_layer.h with its projections, upipe_qkv.h (shape.bare), upipe_latent.h (and shape.latent), upipe_latent_layer.h and
  * upipe_fpdt.h (segments). Ranks are threads,
  * on the host or where test.place says. r.out is on the list of memory.h. Each rank has a plan of its own, and a slab of
  * exactly the bytes that its dry run asked for, filled with NaN. Rows are scattered and gathered by the plan's positions.
@@ -17,6 +17,7 @@
 
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
+#include "upipe/upipe_latent_layer.h"
 
 #include "close.h"
 #include "context.h"
@@ -348,6 +349,52 @@ static inline upipe_status run_latent(upipe_ctx *c, const run_state *s, const ru
     return run_move(c, own, out->kr, g->dkv.kr, 1);
 }
 
+/* upipe_latent_layer.h: from xq, latent and shared key to their gradients. */
+static inline upipe_status run_latent_layer(upipe_ctx *c, const run_state *s, const run_own *own)
+{
+    const upipe_plan *p = &own->plan;
+    const upipe_layer *l = &own->layer;
+    const block_shape *shape = &s->test->shape;
+    const upipe_latent_kv *kv = &own->latent.kv, *dkv = &own->latent_grads.dkv;
+    upipe_grads g = run_grads_of(own);
+    f32_block *out = &s->r->out;
+    upipe_saved save = {0};
+    upipe_slots dout = {0};
+    upipe_view x = upipe_view_packed(NULL, p->desc.dtype, p->rows, 1, shape->q_dim), dx, y;
+    const size_t bytes = upipe_plan_rows_bytes(p, 1, shape->q_dim);
+    g.wk = own->grads[0];
+    UPIPE_TRY(upipe_alloc(c, &x.data, bytes, UPIPE_USE_OTHER, "x"));
+    dx = x;
+    UPIPE_TRY(run_move(c, own, s->in->x, x, 0));
+    UPIPE_TRY(run_move(c, own, s->in->c, kv->c, 0));
+    UPIPE_TRY(run_move(c, own, s->in->kr, kv->kr, 0));
+    UPIPE_TRY(upipe_latent_layer_fwd(c, l, &save, x, kv));
+    UPIPE_TRY(run_move_slots(c, own, out->o, &save.out, 1));
+    UPIPE_TRY(run_move_lse(c, own, out->lse, save.lse));
+    if (shape->projected) {
+        UPIPE_TRY(run_alloc(c, p, &y, "y"));
+        UPIPE_TRY(upipe_layer_out_fwd(c, l, y, &save));
+        UPIPE_TRY(run_move(c, own, out->y, y, 1));
+        UPIPE_TRY(run_move(c, own, s->in->dy, y, 0));
+        UPIPE_TRY(upipe_layer_out_bwd(c, l, &g, &save, y));
+        UPIPE_TRY(upipe_free(c, y.data));
+    } else {
+        UPIPE_TRY(upipe_slots_alloc(c, p, &dout, UPIPE_SLOT_FULL, "dout"));
+        UPIPE_TRY(run_move_slots(c, own, s->in->dout, &dout, 0));
+    }
+    if (s->test->dx_apart) UPIPE_TRY(upipe_alloc(c, &dx.data, bytes, UPIPE_USE_OTHER, "dx"));
+    UPIPE_TRY(upipe_latent_layer_bwd(c, l, dx, dkv, &g, &save, shape->projected ? &save.out : &dout, x, kv));
+    UPIPE_TRY(run_move_q(c, own, out->q, shape->projected ? &save.out : &dout));
+    UPIPE_TRY(run_move(c, own, out->x, dx, 1));
+    UPIPE_TRY(run_move(c, own, out->c, dkv->c, 1));
+    UPIPE_TRY(run_move(c, own, out->kr, dkv->kr, 1));
+    CHECK(save.lse == NULL && save.delta == NULL && save.o == NULL);
+    UPIPE_TRY(upipe_free(c, dout.data));
+    UPIPE_TRY(upipe_saved_free(c, &save));
+    if (s->test->dx_apart) UPIPE_TRY(upipe_free(c, dx.data));
+    return upipe_free(c, x.data);
+}
+
 /* lse of this rank's heads, and dQ of its tokens, which lies in the slots of dout. Buffers of all segments are as large as
  * the largest. */
 static inline upipe_status run_segment_stats(upipe_ctx *c, const run_state *s, const upipe_fpdt *f,
@@ -413,10 +460,11 @@ static inline upipe_status run_segments(upipe_ctx *c, const run_state *s, const 
 
 static inline upipe_status run_door(upipe_ctx *c, const run_state *s, const run_own *own)
 {
-    return s->test->segments != 0      ? run_segments(c, s, own)
-           : s->test->shape.latent > 0 ? run_latent(c, s, own)
-           : s->test->shape.bare       ? run_qkv(c, s, own)
-                                       : run_layer(c, s, own);
+    return s->test->segments != 0                             ? run_segments(c, s, own)
+           : s->test->shape.latent > 0 && s->test->shape.bare ? run_latent(c, s, own)
+           : s->test->shape.latent > 0                        ? run_latent_layer(c, s, own)
+           : s->test->shape.bare                              ? run_qkv(c, s, own)
+                                                              : run_layer(c, s, own);
 }
 
 /* ---- a rank ---- */
@@ -635,6 +683,7 @@ static inline void run_point(run_own *own)
     own->qkv.scale = own->latent.scale = l->scale;
     own->qkv_grads.dsinks = own->latent_grads.dsinks = own->grads[8];
     own->latent.wkv = t[0];
+    if (t[2] == NULL) l->wk = t[0]; /* of a latent */
     own->latent_grads.dwkv = own->grads[0];
 }
 
@@ -695,12 +744,13 @@ static inline void run_fill(run_state *s, run_own *own)
     }
     own->slab = s->place->memory(s, own, NULL, own->slab_bytes);
     own->host_n = own->rows * (heads > shape->dim ? heads : shape->dim);
+    if (own->host_n < own->rows * shape->q_dim) own->host_n = own->rows * shape->q_dim;
     if (own->host_n < own->rows * shape->latent) own->host_n = own->rows * shape->latent;
     if (own->host_n < own->plan.team_tokens * shape->batch * shape->h)
         own->host_n = own->plan.team_tokens * shape->batch * shape->h;
     own->host = floats(own->host_n);
     run_point(own);
-    if (shape->bare) run_fill_qkv(s, own);
+    if (shape->bare || shape->latent > 0) run_fill_qkv(s, own);
     if (s->test->segments == 0) return;
     own->x =
         s->place->memory(s, own, NULL, (size_t)(own->rows * shape->dim) * upipe_dtype_bytes(shape->dtype));
@@ -743,12 +793,13 @@ static inline upipe_status run_dry(run_state *s, run_own *own, upipe_err *err)
     run_point(own);
     own->segments.layer = own->layer;
     if (status == UPIPE_OK)
-        status = s->test->segments != 0 ? upipe_dry_fpdt(dry, &own->segments)
-                 : shape->latent > 0    ? upipe_dry_latent(dry, &own->latent)
-                 : shape->bare          ? upipe_dry_qkv(dry, &own->qkv)
-                 : shape->gated         ? run_layer(&dry->ctx, s, own)
-                 : shape->projected     ? upipe_dry_block(dry, &own->layer, !s->test->dx_apart)
-                                        : upipe_dry_layer(dry, &own->layer, !s->test->dx_apart);
+        status = s->test->segments != 0             ? upipe_dry_fpdt(dry, &own->segments)
+                 : shape->latent > 0 && shape->bare ? upipe_dry_latent(dry, &own->latent)
+                 : shape->latent > 0                ? run_latent_layer(&dry->ctx, s, own)
+                 : shape->bare                      ? upipe_dry_qkv(dry, &own->qkv)
+                 : shape->gated                     ? run_layer(&dry->ctx, s, own)
+                 : shape->projected                 ? upipe_dry_block(dry, &own->layer, !s->test->dx_apart)
+                                                    : upipe_dry_layer(dry, &own->layer, !s->test->dx_apart);
     *err = dry->ctx.err;
     if (status == UPIPE_OK) CHECK_INT(dry->mem.live, 0);
     own->bytes = upipe_dry_bytes(dry);
@@ -772,8 +823,9 @@ static inline upipe_status run_plan(run_state *s, run_own *own, upipe_err *err)
     own->layer = run_layer_of(test);
     own->layer.plan = &own->plan;
     own->latent.kv.form = test->form;
-    own->latent.kv.c.d = test->shape.latent;
-    own->latent.kv.kr.d = test->shape.key;
+    own->latent.kv.c = upipe_view_packed(own, d.dtype, own->plan.rows, 1, test->shape.latent);
+    own->latent.kv.kr = upipe_view_packed(own, d.dtype, own->plan.rows, 1, test->shape.key);
+    own->latent_grads.dkv = own->latent.kv;
     UPIPE_TRY(run_dry(s, own, err));
     return run_sent(s, own, err);
 }

@@ -231,13 +231,15 @@ UPIPE_API upipe_status upi_latent_agree(upipe_ctx *c, upi_pass *f, upi_latent *l
     upi_field_int(&fields, "numbers that Q is made of (0: the host's)", q);
     upi_field_int(&fields, "form of the latent (0 heads, 1 gathered)", l->gathers);
     UPIPE_TRY(upi_stage_same(c, layer, &fields, given));
-    upi_pass_init(c->ops, f, layer, slots);
+    upi_pass_init(NULL, f, layer, slots);
     f->latent = l;
+    if (q > 0) f->in_dim = q;
+    upi_scratch_add(c->ops, f, p->desc.ring > 1);
     for (n = 1; n <= p->kv_per_rank; ++n) {
         size_t most = upi_latent_scratch(c->ops, f, n, p->rows);
         if (l->gathers)
             most = upipe_max_bytes(most, upi_latent_scratch(c->ops, f, n, p->team_tokens * p->desc.batch));
-        f->scratch.gemm = n == 1 ? most : upipe_max_bytes(most, f->scratch.gemm);
+        f->scratch.gemm = upipe_max_bytes(most, f->scratch.gemm);
     }
     if (l->gathers) f->fetch = upi_latent_fetch;
     return UPIPE_OK;

@@ -164,7 +164,7 @@ UPIPE_API upipe_status upi_out_bwd(upipe_ctx *c, const upi_pass *f, upipe_saved 
     return UPIPE_OK;
 }
 
-/* dX = dQ * Wq + dK * Wk + dV * Wv */
+/* dX = dQ * Wq + dK * Wk + dV * Wv; without weights of K and V, which then are not of x, the first alone */
 UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_pass *f, upipe_view dx, const upipe_slots *dq)
 {
     const upipe_plan *p = f->plan;
@@ -185,7 +185,7 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_pass *f, upipe_view dx
         }
         for (which = UPI_PROJ_K; which <= UPI_PROJ_V; ++which) {
             const upipe_view w = upi_weight_rows(f, f->w[which], type, kv, (upi_proj)which);
-            for (head = 0; head < p->desc.kv_heads; head += n) {
+            for (head = 0; f->w[which] != NULL && head < p->desc.kv_heads; head += n) {
                 n = p->kv_grads_partial ? 1 : p->kv_per_rank;
                 UPIPE_TRY(
                     upi_tile_add(c, f, &tile, upi_kv_grad_matrix(c, f, head, (upi_proj)which), head, w, 0));

@@ -57,6 +57,8 @@ typedef struct upi_pass {
     upi_scratch scratch;
     upipe_shard rows;        /* positions of x */
     int64_t tile_rows;       /* of a tile of y and dX */
+    int64_t in_dim;          /* elements of a row of x: model_dim, but for upipe_latent_layer.h */
+    int rope_from;           /* elements of a head before those that are rotated */
     const void *w[3];        /* wq, wk, wv */
     const float *bias[3];    /* bq, bk, bv; NULL without */
     const float *norm[3];    /* QK norm weights; NULL without */

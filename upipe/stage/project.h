@@ -12,7 +12,8 @@ UPIPE_API upipe_status upi_rope(upipe_ctx *c, const upi_pass *f, void *data, upi
     const upipe_plan *p = f->plan;
     const int64_t width = (int64_t)h.heads * p->desc.head_dim;
     const size_t row = (size_t)width * upipe_dtype_bytes(p->desc.dtype);
-    char *to = (char *)upi_head_run_matrix(p, data, h, p->desc.head_dim).data;
+    char *to = (char *)upi_head_run_matrix(p, data, h, p->desc.head_dim).data +
+               (size_t)f->rope_from * upipe_dtype_bytes(p->desc.dtype);
     upipe_rope rope;
     int i;
     if (f->layer->rope_theta == 0 && f->layer->rope_rates == NULL) return UPIPE_OK;
@@ -27,7 +28,8 @@ UPIPE_API upipe_status upi_rope(upipe_ctx *c, const upi_pass *f, void *data, upi
     rope.interleaved = f->layer->rope_interleaved;
     rope.inverse = inverse;
     for (i = 0; i < f->rows.pieces; to += (size_t)f->rows.piece[i++].n * row) {
-        rope.x = upipe_view_packed(to, p->desc.dtype, f->rows.piece[i].n, h.heads, p->desc.head_dim);
+        rope.x = upipe_view_make(to, p->desc.dtype, f->rows.piece[i].n, width, h.heads, p->desc.head_dim,
+                                 p->desc.head_dim - f->rope_from);
         rope.pos0 = f->rows.piece[i].pos;
         UPIPE_TRY(c->ops->rope(c, &rope));
     }

@@ -6,7 +6,7 @@
 UPIPE_API upipe_view upi_weight_rows(const upi_pass *f, const void *w, upipe_dtype dtype, upi_head_run h,
                                      upi_proj which)
 {
-    int64_t dim = f->plan->desc.model_dim, head = f->dim[which] * dim;
+    int64_t dim = f->in_dim, head = f->dim[which] * dim;
     void *at = (char *)(uintptr_t)w + (size_t)(h.first * head) * upipe_dtype_bytes(dtype);
     return upipe_view_make(at, dtype, (int64_t)h.heads * f->dim[which], dim, h.blocks, h.stride * head,
                            (int32_t)dim);
@@ -18,17 +18,17 @@ UPIPE_API size_t upi_product_scratch(const upipe_ops *ops, const upi_pass *f, up
     const upipe_plan *p = f->plan;
     const upipe_dtype t = p->desc.dtype;
     const int by_tokens = UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE;
-    const int32_t model = (int32_t)p->desc.model_dim;
+    const int32_t in = (int32_t)f->in_dim;
     const int all = which == UPI_PROJ_Q ? p->desc.heads : p->desc.kv_heads;
     float none[1];
-    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, model), block, grad, w, cols, sum;
+    upipe_view x = upipe_view_packed(NULL, t, p->rows, 1, in), block, grad, w, cols, sum;
     size_t most;
     h.offset = h.first = 0;
     block = upi_head_run_matrix(p, NULL, h, f->dim[which]);
     grad = upi_weight_rows(f, none, UPIPE_F32, h, which);
     w = upi_weight_rows(f, none, t, h, which);
     cols = upipe_view_packed(NULL, t, f->tile_rows, all, f->dim[which]);
-    sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, model);
+    sum = upipe_view_packed(NULL, UPIPE_F32, f->tile_rows, 1, in);
     most = ops->gemm_bytes(ops, block, x, w, UPIPE_GEMM_TRANS_B);
     most = upipe_max_bytes(most, ops->gemm_bytes(ops, grad, block, x, by_tokens));
     w = upi_weight_rows(f, none, t, upi_head_run_make(all, 1, 0, 1), which);
@@ -98,7 +98,9 @@ UPIPE_API void upi_scratch_add(const upipe_ops *ops, upi_pass *f, int merge)
         s.dq_sum = dq_sum;
     }
     if (p->desc.dtype != UPIPE_F32)
-        s.tile = upipe_max_bytes(s.tile, (size_t)(f->tile_rows * p->desc.model_dim) * 4);
+        s.tile = upipe_max_bytes(
+            s.tile,
+            (size_t)(f->tile_rows * (f->in_dim > p->desc.model_dim ? f->in_dim : p->desc.model_dim)) * 4);
     if (p->desc.ranks > 1 || p->stages > 1 || (p->kv_grads_partial && p->desc.kv_heads > 1))
         s.heads = upipe_max_bytes(
             s.heads, (size_t)f->tile_rows * upipe_max_bytes((size_t)p->desc.head_dim, (size_t)p->desc.v_dim) *

@@ -37,6 +37,7 @@ UPIPE_API void upi_pass_init(const upipe_ops *ops, upi_pass *f, const upipe_laye
     f->fetch = upi_kv_fetch;
     f->rows = p->shard;
     f->in_flight = p->overlap ? 2 : 1;
+    f->in_dim = p->desc.model_dim;
     f->tile_rows = l->tile_rows > 0 ? l->tile_rows : (int64_t)UPIPE_TILE_ROWS;
     if (f->tile_rows > p->rows) f->tile_rows = p->rows;
     f->w[UPI_PROJ_Q] = l->wq;
