@@ -31,6 +31,8 @@ HEADERS = {
     'upipe_ring.h': 'ring attend',
     'upipe_layer.h': 'layer saved',
     'upipe_qkv.h': 'qkv',
+    'upipe_latent.h': 'latent',
+    'upipe_latent_layer.h': 'latent_layer',
     'upipe_fpdt.h': 'fpdt',
     'upipe_linear.h': 'linear',
     'upipe_scan.h': 'scan',
@@ -44,7 +46,7 @@ HEADERS = {
 ORDER = list(HEADERS)
 # Folders of private parts, each with the doors that include them.
 PARTS = {'stage': {'upipe_layer.h'}, 'ring': {'upipe_ring.h'}, 'fpdt': {'upipe_fpdt.h'},
-         'linear': {'upipe_scan.h', 'upipe_linear_layer.h'},
+         'linear': {'upipe_scan.h', 'upipe_linear_layer.h'}, 'latent': {'upipe_latent.h'},
          'parts': {'upipe_ops.h', 'upipe_comm.h', 'upipe_plan.h', 'upipe_zero.h'}}
 BACKENDS = ['cpu', 'cuda', 'net']
 KERNELS = 'upipe/cpu/upipe_cpu.c'  # the only unit: two includes

@@ -16,7 +16,7 @@
 #define UPIPE_DRY_H
 
 #include "upipe_fpdt.h"
-#include "upipe_latent.h"
+#include "upipe_latent_layer.h"
 #include "upipe_reduce.h"
 
 enum { UPIPE_DRY_BLOCKS_MAX = 1024, UPIPE_DRY_HOST_BLOCKS_MAX = 16, UPIPE_DRY_SEEN = 61 };

@@ -17,7 +17,6 @@
 
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/upipe.h"
-#include "upipe/upipe_latent_layer.h"
 
 #include "close.h"
 #include "context.h"
