@@ -100,6 +100,8 @@ static void check_differences(const block_shape *s, uint64_t seed)
     if (s->bare) DIFFERENCE(q)
     DIFFERENCE(k)
     DIFFERENCE(v)
+    DIFFERENCE(c)
+    DIFFERENCE(kr)
     DIFFERENCE(x)
     BLOCK_WEIGHTS(DIFFERENCE)
 #undef DIFFERENCE
@@ -135,6 +137,18 @@ static void test_finite_differences(void)
         t.shape.normed = t.shape.biased = kind & 1;
         t.shape.v_dim = kind >= 2 ? 5 : 0;
         t.shape.sinks = kind == 2;
+        check_differences(&t.shape, (uint64_t)(7 + kind));
+    }
+    for (int kind = 0; kind < 6; ++kind) {
+        run_case t = run_of(7, 3, 3, 8, 12, 1, 3, UPIPE_F32);
+        t.shape.latent = 5;
+        t.shape.key = kind % 2 ? 4 : 2;
+        t.shape.bare = kind < 2;
+        t.shape.q_dim = t.shape.bare ? 0 : 9;
+        t.shape.rope = t.shape.bare ? 0 : kind % 3;
+        t.shape.projected = kind > 3;
+        t.shape.v_dim = kind % 2 ? 5 : 0;
+        t.shape.sinks = kind == 1 || kind == 5;
         check_differences(&t.shape, (uint64_t)(7 + kind));
     }
 }

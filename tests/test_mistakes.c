@@ -20,6 +20,7 @@ enum {
     WQ = MODEL * MODEL,
     WK = KV * DIM * MODEL
 };
+enum { LATENT = 16, KEY = 8 };
 enum { LAYER = 2 * WQ + 2 * WK + MODEL + HEADS, POOL = 1 << 20, BLOCKS = 64, UNITS = 3, ELEMENTS = 16 };
 
 static const int64_t units[UNITS + 1] = {0, 4, 4, ELEMENTS};
@@ -30,6 +31,10 @@ typedef struct host {
     upipe_layer l;
     upipe_qkv q;
     upipe_qkv_grads qg;
+    upipe_plan many; /* with a K/V head for each head */
+    upipe_latent m;
+    upipe_latent_grads mg;
+    upipe_layer ml;
     upipe_fpdt f;
     upipe_grads g;
     upipe_zero z;
@@ -83,6 +88,27 @@ static void host_plan(host *h, upipe_plan *p, int chunk)
     CHECK_STATUS(upipe_plan_init(p, &d, &h->c.err), UPIPE_OK, h->c.err);
 }
 
+/* Heads whose K and V come of a latent, by both doors; kv_b_proj lies where wk does. */
+static void host_latent(host *h)
+{
+    upipe_plan_desc d = h->plan.desc;
+    d.kv_heads = HEADS;
+    CHECK_STATUS(upipe_plan_init(&h->many, &d, &h->c.err), UPIPE_OK, h->c.err);
+    h->m.plan = h->ml.plan = &h->many;
+    h->m.wkv = h->ml.wk = h->weights + WQ;
+    h->m.mask.causal = h->ml.mask.causal = 1;
+    h->m.q = h->q.q, h->m.o = h->q.o;
+    h->m.kv.c = upipe_view_packed(h->rows, UPIPE_F32, TOKENS, 1, LATENT);
+    h->m.kv.kr = upipe_view_packed(h->rows + TOKENS * LATENT, UPIPE_F32, TOKENS, 1, KEY);
+    h->mg.dq = h->qg.dq, h->mg.dout = h->qg.dout;
+    h->mg.dkv = h->m.kv;
+    h->mg.dkv.c.data = h->rows + 4 * TOKENS * MODEL;
+    h->mg.dkv.kr.data = h->rows + 4 * TOKENS * MODEL + TOKENS * LATENT;
+    h->mg.dwkv = h->grads + WQ;
+    h->ml.wq = h->weights, h->ml.wo = h->l.wo;
+    h->ml.rope_theta = 10000;
+}
+
 /* A layer of linear attention, whose weights are taken from those of attention. */
 static void host_linear(host *h)
 {
@@ -134,6 +160,7 @@ static host *host_begin(void)
     h->g.wq = h->grads, h->g.wk = h->grads + WQ, h->g.wv = h->grads + WQ + WK;
     h->g.wo = h->grads + WQ + 2 * WK;
     host_linear(h);
+    host_latent(h);
     h->z.world = &h->team, h->z.ranks = 1, h->z.stage = 3, h->z.units = UNITS, h->z.first = units;
     h->z.weights = h->sharded, h->z.grads = h->sharded + ELEMENTS;
     return h;
@@ -185,6 +212,34 @@ static upipe_status qkv_fwd(host *h)
 static upipe_status qkv_bwd(host *h)
 {
     return upipe_qkv_bwd(&h->c, &h->q, &h->qg, &h->save);
+}
+
+static upipe_status latent_fwd(host *h)
+{
+    return upipe_latent_fwd(&h->c, &h->m, &h->save);
+}
+
+static upipe_status latent_bwd(host *h)
+{
+    return upipe_latent_bwd(&h->c, &h->m, &h->mg, &h->save);
+}
+
+static upipe_status latent_layer_fwd(host *h)
+{
+    return upipe_latent_layer_fwd(&h->c, &h->ml, &h->save, h->x, &h->m.kv);
+}
+
+static upipe_status latent_out_bwd(host *h)
+{
+    return upipe_layer_out_bwd(&h->c, &h->ml, &h->g, &h->save, h->x);
+}
+
+static upipe_status latent_layer_bwd(host *h)
+{
+    upipe_grads g = h->g;
+    g.wv = g.wo = NULL;
+    return upipe_latent_layer_bwd(&h->c, &h->ml, h->x, &h->mg.dkv, &g, &h->save, &h->save.out, h->x,
+                                  &h->m.kv);
 }
 
 static upipe_status fpdt_fwd(host *h)
@@ -765,6 +820,132 @@ static upipe_status wrong_segments(host *h, int n, verdict *v)
     return UPIPE_OK;
 }
 
+/* ---- K and V of a latent ---- */
+
+static upipe_status wrong_latent(host *h, int n, verdict *v)
+{
+    upipe_latent_kv *kv = &h->m.kv, *dkv = &h->mg.dkv;
+    SAYS("tensors are NULL", return upipe_latent_fwd(&h->c, NULL, &h->save));
+    SAYS("save is NULL", return upipe_latent_fwd(&h->c, &h->m, NULL));
+    SAYS("plan is NULL", h->m.plan = NULL; return latent_fwd(h));
+    SAYS("kv_heads is 2, heads 4", h->m.plan = &h->plan; return latent_fwd(h));
+    SAYS("wkv is NULL", h->m.wkv = NULL; return latent_fwd(h));
+    SAYS("form 3 of a latent", kv->form = (upipe_latent_form)3; return latent_fwd(h));
+    SAYS("form -1 of a latent", kv->form = (upipe_latent_form)-1; return latent_fwd(h));
+    SAYS("a latent of 0 numbers", kv->c.d = 0; return latent_fwd(h));
+    SAYS("a shared key of 32 in heads of 32", kv->kr.d = DIM; return latent_fwd(h));
+    SAYS("a shared key of -2", kv->kr.d = -2; return latent_fwd(h));
+    REFUSES(UPIPE_ERR_OVERFLOW, "a shared key of 2147483655 numbers, 8 tokens", kv->c.d = INT32_MAX;
+            return latent_fwd(h));
+    SAYS("c is [7][1][16], the plan says [8][1][16]", --kv->c.n; return latent_fwd(h));
+    SAYS("kr is [8][2][8], the plan says [8][1][8]", kv->kr.h = 2; return latent_fwd(h));
+    SAYS("c is NULL", kv->c.data = NULL; return latent_fwd(h));
+    SAYS("kr is NULL", kv->kr.data = NULL; return latent_fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "c is", kv->c.dtype = (upipe_dtype)7; return latent_fwd(h));
+    SAYS("q is [8][4][24]", h->m.q.d = 24; return latent_fwd(h));
+    SAYS("o is NULL", h->m.o.data = NULL; return latent_fwd(h));
+    SAYS("grads is NULL", WELL(latent_fwd(h)); return upipe_latent_bwd(&h->c, &h->m, NULL, &h->save));
+    SAYS("not upipe_latent_fwd's", return latent_bwd(h));
+    SAYS("not upipe_latent_fwd's", WELL(latent_layer_fwd(h)); return latent_bwd(h));
+    SAYS("not upipe_latent_fwd's", WELL(latent_fwd(h)); WELL(latent_bwd(h)); return latent_bwd(h));
+    SAYS("dc is [8][1][15], the plan says [8][1][16]", WELL(latent_fwd(h)); --dkv->c.d; return latent_bwd(h));
+    SAYS("dkr is [8][1][4]", WELL(latent_fwd(h)); dkv->kr.d = 4; return latent_bwd(h));
+    SAYS("dq is [8][4][31]", WELL(latent_fwd(h)); --h->mg.dq.d; return latent_bwd(h));
+    SAYS("dout is NULL", WELL(latent_fwd(h)); h->mg.dout.data = NULL; return latent_bwd(h));
+    SAYS("a gradient of sinks", WELL(latent_fwd(h)); h->mg.dsinks = h->grads; return latent_bwd(h));
+    SAYS("wkv is not where it was", WELL(latent_fwd(h)); h->m.wkv = h->weights; return latent_bwd(h));
+    SAYS("scale is not that of", WELL(latent_fwd(h)); h->m.scale = 0.5f; return latent_bwd(h));
+    SAYS("numbers of the latent is not that of", WELL(latent_fwd(h)); --kv->c.d; --dkv->c.d;
+         return latent_bwd(h));
+    SAYS("numbers of the shared key is not that of", WELL(latent_fwd(h)); kv->kr.d = dkv->kr.d = 4;
+         return latent_bwd(h));
+    SAYS("form of the latent (0 heads, 1 gathered) is not that of", WELL(latent_fwd(h));
+         kv->form = UPIPE_LATENT_GATHERED; return latent_bwd(h));
+    SAYS("layer id 2, and 1 in", h->m.id = 1; WELL(latent_fwd(h)); h->m.id = 2; return latent_bwd(h));
+    SAYS(UNCOVERED, leave_out(h, 0); h->m.mask = h->l.mask; return latent_fwd(h));
+    SAYS(CHANGED, h->many.desc.heads = 2 * HEADS; return latent_fwd(h));
+    return UPIPE_OK;
+}
+
+static upipe_status wrong_latent_layer(host *h, int n, verdict *v)
+{
+    upipe_latent_kv *kv = &h->m.kv;
+    upipe_grads g = h->g;
+    upipe_view xq = h->x;
+    g.wv = NULL;
+    SAYS("the latent is NULL", return upipe_latent_layer_fwd(&h->c, &h->ml, &h->save, h->x, NULL));
+    SAYS("save is NULL", return upipe_latent_layer_fwd(&h->c, &h->ml, NULL, h->x, kv));
+    SAYS("the layer or its plan is NULL", return upipe_latent_layer_fwd(&h->c, NULL, &h->save, h->x, kv));
+    SAYS("wk is NULL", h->ml.wk = NULL; return latent_layer_fwd(h));
+    SAYS("wq is NULL", h->ml.wq = NULL; return latent_layer_fwd(h));
+    SAYS("xq is f32 [7][1][128], the plan says f32 [8][1][128]", xq.n = 7;
+         return upipe_latent_layer_fwd(&h->c, &h->ml, &h->save, xq, kv));
+    SAYS("xq is bf16", xq.dtype = UPIPE_BF16; return upipe_latent_layer_fwd(&h->c, &h->ml, &h->save, xq, kv));
+    SAYS("xq is f32 [8][1][0]", xq.d = 0; return upipe_latent_layer_fwd(&h->c, &h->ml, &h->save, xq, kv));
+    REFUSES(UPIPE_ERR_OVERFLOW, "xq is [17179869184][1][2147483647]", upipe_plan_desc d = h->many.desc;
+            d.tokens = kv->c.n = kv->kr.n = xq.n = INT64_C(1) << 34; xq.d = INT32_MAX;
+            WELL(upipe_plan_init(&h->many, &d, &h->c.err));
+            return upipe_latent_layer_fwd(&h->c, &h->ml, &h->save, xq, kv));
+    SAYS("xq is NULL", xq.data = NULL; return upipe_latent_layer_fwd(&h->c, &h->ml, &h->save, xq, kv));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "wv, wg, bq, bk, bv or norms", h->ml.wv = h->weights;
+            return latent_layer_fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "wv, wg, bq, bk, bv or norms", h->ml.wg = h->weights;
+            return latent_layer_fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "wv, wg, bq, bk, bv or norms", h->ml.bq = h->weights;
+            return latent_layer_fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "wv, wg, bq, bk, bv or norms", h->ml.q_norm_weight = h->weights;
+            return latent_layer_fwd(h));
+    REFUSES(UPIPE_ERR_UNSUPPORTED, "wv, wg, bq, bk, bv or norms", h->ml.norm_eps = 1;
+            return latent_layer_fwd(h));
+    SAYS("rope_dims is not read", h->ml.rope_dims = KEY; return latent_layer_fwd(h));
+    SAYS("rope_interleaved or rope_factor without", h->ml.rope_theta = 0; h->ml.rope_interleaved = 1;
+         return latent_layer_fwd(h));
+    SAYS("rope theta -1", h->ml.rope_theta = -1; return latent_layer_fwd(h));
+    SAYS("tile rows -4", h->ml.tile_rows = -4; return latent_layer_fwd(h));
+    SAYS("an even number is rotated", kv->kr.d = 7; return latent_layer_fwd(h));
+    SAYS("not there", return latent_layer_bwd(h));
+    SAYS("grads is NULL", WELL(latent_layer_fwd(h)); WELL(latent_out_bwd(h));
+         return upipe_latent_layer_bwd(&h->c, &h->ml, h->x, kv, NULL, &h->save, &h->save.out, h->x, kv));
+    SAYS("gradients are NULL", WELL(latent_layer_fwd(h)); WELL(latent_out_bwd(h));
+         return upipe_latent_layer_bwd(&h->c, &h->ml, h->x, NULL, &g, &h->save, &h->save.out, h->x, kv));
+    SAYS("a gradient of wv is wanted without it", WELL(latent_layer_fwd(h)); WELL(latent_out_bwd(h));
+         return upipe_latent_layer_bwd(&h->c, &h->ml, h->x, kv, &h->g, &h->save, &h->save.out, h->x, kv));
+    SAYS("dxq is f32 [8][1][64], the plan says f32 [8][1][128]", WELL(latent_layer_fwd(h));
+         WELL(latent_out_bwd(h)); xq.d = 64;
+         return upipe_latent_layer_bwd(&h->c, &h->ml, xq, kv, &g, &h->save, &h->save.out, h->x, kv));
+    SAYS("numbers that Q is made of (0: the host's) is not that of", WELL(latent_layer_fwd(h));
+         WELL(latent_out_bwd(h)); h->x.d = 64; return latent_layer_bwd(h));
+    SAYS("wk is not where it was", WELL(latent_layer_fwd(h)); WELL(latent_out_bwd(h)); h->ml.wk = h->weights;
+         return latent_layer_bwd(h));
+    SAYS("rope_theta is not that of", WELL(latent_layer_fwd(h)); WELL(latent_out_bwd(h));
+         h->ml.rope_theta = 5; return latent_layer_bwd(h));
+    SAYS("not there", WELL(latent_layer_fwd(h)); WELL(latent_out_bwd(h)); WELL(latent_layer_bwd(h));
+         return latent_layer_bwd(h));
+    return UPIPE_OK;
+}
+
+/* Each rank of a ring would expand all of a gathered latent. */
+static upipe_status latent_in_ring(host *h, int n, verdict *v)
+{
+    static int64_t gathered[2 * UPIPE_ALL_GATHER_MAX];
+    static upipe_msg list[4];
+    upipe_plan_desc d = h->many.desc;
+    upipe_comm ring;
+    upipe_status s;
+    if (n > 1) return UPIPE_OK;
+    *v = (verdict){"form HEADS sends heads", UPIPE_ERR_UNSUPPORTED};
+    d.ring = 2;
+    WELL(upipe_plan_init(&h->many, &d, &h->c.err));
+    upipe_comm_dry(&ring, 0, 2, list, gathered);
+    h->c.ring = &ring;
+    h->m.kv.form = UPIPE_LATENT_GATHERED;
+    h->x.n = h->m.q.n = h->m.o.n = h->m.kv.c.n = h->m.kv.kr.n = h->many.rows;
+    s = n == 0 ? latent_fwd(h) : latent_layer_fwd(h);
+    CHECK_INT(ring.sent_bytes, 0);
+    h->c.ring = NULL;
+    return s;
+}
+
 /* ---- what a context lacks, and plans of other ranks ---- */
 
 static upipe_status sum(host *h)
@@ -814,16 +995,18 @@ static upipe_status missing(host *h, int n, verdict *v)
  * all the same, by every call that reads a plan. */
 static upipe_status foreign_plan(host *h, int n, verdict *v)
 {
-    static host_call *const calls[] = {fwd, out_fwd, qkv_fwd, fpdt_fwd, to_heads, to_tokens};
+    static host_call *const calls[] = {fwd,      out_fwd,   qkv_fwd,    fpdt_fwd,
+                                       to_heads, to_tokens, latent_fwd, latent_layer_fwd};
     static int64_t gathered[2 * UPIPE_ALL_GATHER_MAX];
     static upipe_msg list[4];
     upipe_plan_desc d = h->plan.desc;
     upipe_status s;
-    if (n > 5) return UPIPE_OK;
+    if (n > 7) return UPIPE_OK;
     *v = (verdict){"a plan for rank 0 of 2 on rank 1 of a team of 2: each rank has its own", UPIPE_ERR_ARG};
     d.ranks = 2, d.chunk = 2;
     WELL(upipe_plan_init(&h->plan, &d, &h->c.err));
     h->f.desc = d;
+    h->m.plan = h->ml.plan = &h->plan;
     h->x.n = h->q.q.n = h->q.k.n = h->q.v.n = h->q.o.n = h->plan.rows;
     upipe_comm_dry(&h->team, 1, 2, list, gathered);
     s = calls[n](h);
@@ -838,10 +1021,11 @@ static void test_table(void)
     static const struct {
         mistakes *list;
         int breaks; /* a pass that is refused breaks the team */
-    } lists[] = {{other_layer, 1},  {other_call, 1},     {other_states, 0},  {uncovered_tokens, 0},
-                 {changed_plan, 0}, {null_layer, 0},     {null_argument, 0}, {wrong_shards, 0},
-                 {wrong_layer, 1},  {wrong_order, 0},    {wrong_gate, 1},    {wrong_gate_bwd, 1},
-                 {wrong_qkv, 1},    {wrong_segments, 0}, {missing, 0},       {foreign_plan, 0}};
+    } lists[] = {{other_layer, 1},    {other_call, 1},   {other_states, 0},       {uncovered_tokens, 0},
+                 {changed_plan, 0},   {null_layer, 0},   {null_argument, 0},      {wrong_shards, 0},
+                 {wrong_layer, 1},    {wrong_order, 0},  {wrong_gate, 1},         {wrong_gate_bwd, 1},
+                 {wrong_qkv, 1},      {wrong_latent, 0}, {wrong_latent_layer, 0}, {latent_in_ring, 0},
+                 {wrong_segments, 0}, {missing, 0},      {foreign_plan, 0}};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; ++i)
         for (int n = 0;; ++n) {
             host *h = host_begin();
@@ -877,6 +1061,19 @@ static void door_segments(host *h)
 {
     WELL(fpdt_fwd(h));
     WELL(fpdt_bwd(h));
+}
+
+static void door_latent(host *h)
+{
+    WELL(latent_fwd(h));
+    WELL(latent_bwd(h));
+}
+
+static void door_latent_layer(host *h)
+{
+    WELL(latent_layer_fwd(h));
+    WELL(latent_out_bwd(h));
+    WELL(latent_layer_bwd(h));
 }
 
 static void well_moved(host *h)
@@ -955,6 +1152,17 @@ static void well_again(host *h)
     WELL(qkv_bwd(h));
 }
 
+/* Of a latent's gradients none, and the forms that are the same. */
+static void well_latent(host *h)
+{
+    WELL(latent_fwd(h));
+    h->m.kv.form = UPIPE_LATENT_HEADS; /* as AUTO on one rank */
+    h->mg.dkv.c.data = h->mg.dkv.kr.data = h->mg.dq.data = NULL;
+    h->mg.dwkv = NULL;
+    WELL(latent_bwd(h));
+    CHECK_INT(h->mem.live, 0);
+}
+
 static void well_segments(host *h)
 {
     upipe_fpdt copy = h->f;
@@ -995,9 +1203,9 @@ typedef void well(host *h);
 
 static void test_well(void)
 {
-    static well *const cases[] = {well_padded,        well_moved,          well_own_structs, well_copied,
-                                  well_recomputed,    well_not_wanted,     well_again,       well_segments,
-                                  well_without_world, well_without_context};
+    static well *const cases[] = {well_padded,        well_moved,           well_own_structs, well_copied,
+                                  well_recomputed,    well_not_wanted,      well_again,       well_segments,
+                                  well_without_world, well_without_context, well_latent};
     size_t i;
     for (i = 0; i < sizeof cases / sizeof *cases; ++i) {
         host *h = host_begin();
@@ -1012,7 +1220,7 @@ static void test_well(void)
 static void test_blocks(void)
 {
     enum { USES = UPIPE_USE_STREAM + 1, BYTES = 1 << 14, ROWS = 5 * TOKENS * MODEL };
-    static well *const doors[] = {door_layer, door_qkv, door_segments};
+    static well *const doors[] = {door_layer, door_qkv, door_segments, door_latent, door_latent_layer};
     size_t i;
     for (i = 0; i < sizeof doors / sizeof *doors; ++i) {
         host *alone = host_begin(), *h = host_begin();

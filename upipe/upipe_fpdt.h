@@ -295,7 +295,7 @@ UPIPE_API upipe_status upi_fpdt_begin(upipe_ctx *c, upi_fpdt_pass *s, const upip
     UPIPE_TRY(upi_check_layer(
         c, &s->z.layer[0],
         upipe_view_packed((void *)(uintptr_t)x, p->desc.dtype, p->rows, 1, (int32_t)p->desc.model_dim)));
-    return upi_stage_agree(c, &s->z.layer[0], f->desc.tokens, f->segments, &save->given);
+    return upi_stage_agree(c, &s->z.layer[0], f->desc.tokens, f->segments, NULL, &save->given);
 }
 
 /* A failed pass frees what it allocated in both pools. The host's pool is read by this rank's own copies

@@ -4,7 +4,7 @@
  * expanded from them: K_h = [c Wuk_h^T, kr], V_h = c Wuv_h^T. The door is upipe_qkv.h's with c and kr in place of K and V:
  *
  *     upipe_latent a = {&plan, id, mask, 0, wkv, q, o, {UPIPE_LATENT_AUTO, c, kr}};
- *     upipe_latent_grads g = {dout, dq, {0, dc, dkr}, dwkv, NULL};
+ *     upipe_latent_grads g = {dout, dq, {UPIPE_LATENT_AUTO, dc, dkr}, dwkv, NULL};
  *     upipe_latent_fwd(&ctx, &a, &saved);                  o; saved: lse
  *     ...
  *     upipe_latent_bwd(&ctx, &a, &g, &saved);              dq, dc, dkr, dwkv; lse is freed
@@ -18,7 +18,7 @@
  *
  * Either way each token and head is expanded once. In the backward K' and V' come again, in the same form; dK' and dV' go to
  * their tokens by the stage's all-to-all, in both. There they become gradients of c and kr, head by head in natural order, in
- * f32: with the built-in CPU table their bits depend neither on the form nor on chunk and ranks.
+ * f32: with the built-in CPU table their bits depend neither on the form nor on chunk and ranks of the team.
  */
 #ifndef UPIPE_LATENT_H
 #define UPIPE_LATENT_H
@@ -48,7 +48,7 @@ typedef struct upipe_latent_kv {
 UPIPE_API int upipe_latent_gathers(const upipe_plan *p, const upipe_latent_kv *kv)
 {
     const upipe_plan_desc *d = &p->desc;
-    const int64_t latent = (int64_t)d->ranks * (kv->c.d + kv->kr.d),
+    const int64_t latent = d->ranks * ((int64_t)kv->c.d + kv->kr.d),
                   heads = (int64_t)d->heads * ((int64_t)d->head_dim + d->v_dim);
     if (kv->form != UPIPE_LATENT_AUTO) return kv->form == UPIPE_LATENT_GATHERED;
     return d->ring == 1 && d->ranks > 1 && 2 * latent <= heads;
@@ -63,7 +63,7 @@ UPIPE_API int64_t upipe_latent_sent(const upipe_plan *p, const upipe_latent_kv *
     if (!upipe_latent_gathers(p, kv)) return sum;
     for (i = 0; i < p->stages; ++i)
         sum -= upi_plan_sent_heads(p, UPIPE_A2A_KV, i, 0, ((int64_t)p->desc.head_dim + p->desc.v_dim) * e);
-    return sum + (p->desc.ranks - 1) * p->rows * (kv->c.d + kv->kr.d) * e;
+    return sum + (p->desc.ranks - 1) * p->rows * ((int64_t)kv->c.d + kv->kr.d) * e;
 }
 
 #include "latent/expand.h"
@@ -90,7 +90,7 @@ typedef struct upipe_latent {
 
 /* upipe_latent_grads -- of the backward; views of any strides and type
  *   dout     [rows][H][v_dim]: the gradient of o, read
- *   dq dkv   shapes of q, c, kr, written (=); dq may be q itself
+ *   dq dkv   shapes of q, c, kr, written (=); dq may be q itself. data NULL: not wanted
  *   dwkv     f32, shape of wkv, += over this rank's tokens: sum it over the team. NULL: not wanted
  *   dsinks   f32 [H], +=, over this rank's heads. NULL: not wanted
  */
@@ -137,7 +137,7 @@ UPIPE_API upipe_status upi_latent_open(upipe_ctx *c, upi_latent_pass *f, const u
     q->heads[UPI_PROJ_Q] = a->q;
     UPIPE_TRY(upi_check_stages(c, &q->layer));
     d = &a->plan->desc;
-    UPIPE_TRY(upi_latent_begin(c, &f->latent, a->plan, a->wkv, &a->kv));
+    UPIPE_TRY(upi_latent_begin(c, &f->latent, a->plan, "wkv", a->wkv, &a->kv));
     UPIPE_TRY(upi_qkv_check(c, a->plan, "q", a->q, d->heads, d->head_dim));
     UPIPE_TRY(upi_qkv_check(c, a->plan, "o", a->o, d->heads, d->v_dim));
     if (g != NULL) {
@@ -163,8 +163,9 @@ UPIPE_API upipe_status upi_latent_open(upipe_ctx *c, upi_latent_pass *f, const u
 
 /* upipe_latent_fwd -- o = attention of q over the K and V of c and kr, of the whole sequence
  *   save    written: lse alone, in the pool; upipe_saved_free or the backward frees it
- *   bytes   phases FWD_* of upipe_dry_latent; sends upipe_latent_sent(plan, &kv, 0)
- *   errors  as upipe_qkv_fwd; UNSUPPORTED for a gathered latent in a ring
+ *   bytes   phases FWD_* of upipe_dry_latent; sends upipe_latent_sent(plan, &kv, 0), to the ring
+ *           upipe_ring_sent(plan, &mask, 0)
+ *   errors  as upipe_qkv_fwd; OVERFLOW for sizes beyond 63 bits; UNSUPPORTED for a gathered latent in a ring
  */
 UPIPE_API upipe_status upipe_latent_fwd(upipe_ctx *c, const upipe_latent *a, upipe_saved *save)
 {
@@ -189,7 +190,7 @@ UPIPE_API upipe_status upipe_latent_fwd(upipe_ctx *c, const upipe_latent *a, upi
  *   a       the forward's, o included; its tensors may lie elsewhere
  *   save    consumed
  *   bytes   phases BWD_* of upipe_dry_latent; sends upipe_latent_sent(plan, &kv, 1), or (.., 2) with
- *           upipe_ops.attn_reads_o
+ *           upipe_ops.attn_reads_o, to the ring upipe_ring_sent(plan, &mask, 1)
  *   errors  as upipe_latent_fwd; save is then valid for upipe_saved_free alone, and gradients hold parts
  */
 UPIPE_API upipe_status upipe_latent_bwd(upipe_ctx *c, const upipe_latent *a, const upipe_latent_grads *g,

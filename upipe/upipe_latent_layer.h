@@ -1,7 +1,8 @@
 /* upipe_latent_layer.h -- the attention block of a model whose K and V come of a latent: Q by stages, O in slots
  *
  * What is small at a token is the host's: c and kr of upipe_latent.h, and xq, of which Q is projected (x, or the norm of
- * x Wdq^T). What is large comes by stages: Q of all heads is never held, nor are K and V.
+ * x Wdq^T). What is large comes by stages: Q, K and V of all heads are never held. Slots hold heads of max(d, v_dim), as Q is
+ * received in them, and after a backward all of dQ.
  *
  *     upipe_latent_layer_fwd(&ctx, &layer, &saved, xq, &kv);             saved: final_out, lse
  *     upipe_layer_out_fwd(&ctx, &layer, y, &saved);                      y = O * Wo^T + bo
@@ -49,24 +50,16 @@ UPIPE_API upipe_status upi_latent_bwd_store(upipe_ctx *c, void *pass, int i)
     return f->plan->kv_grads_accumulate ? UPIPE_OK : upi_kv_grad_free(c, f);
 }
 
-/* xq, or its gradient. */
-UPIPE_API upipe_status upi_latent_check_rows(upipe_ctx *c, const upipe_plan *p, const char *name,
-                                             upipe_view x, int32_t dim)
-{
-    if (x.n == p->rows && x.h == 1 && x.d == dim && dim > 0 &&
-        upi_enum_number(&x.dtype, sizeof x.dtype) == (int)p->desc.dtype)
-        return UPIPE_OK;
-    return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is %s [%lld][%d][%d], not %s [%lld][1][%d]", name,
-                      upi_dtype_name_of(&x.dtype), (long long)x.n, x.h, x.d, upipe_dtype_name(p->desc.dtype),
-                      (long long)p->rows, dim);
-}
-
 /* Checks of this rank's arguments; nothing is sent. */
 UPIPE_API upipe_status upi_latent_check_layer(upipe_ctx *c, const upipe_layer *l, upipe_view xq, int32_t dr)
 {
     const int rotates = l->rope_theta != 0 || l->rope_rates != NULL;
     upipe_rope rope;
-    UPIPE_TRY(upi_latent_check_rows(c, l->plan, "xq", xq, xq.d));
+    int64_t all;
+    UPIPE_TRY(upi_check_rows(c, l->plan, "xq", xq, xq.d < 1 ? 1 : xq.d));
+    if (xq.data == NULL && xq.n > 0) return upipe_fail(&c->err, UPIPE_ERR_ARG, "xq is NULL");
+    if (!upipe_mul(&all, xq.n, xq.d) || !upipe_mul(&all, all, 4))
+        return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW, "xq is [%lld][1][%d]", (long long)xq.n, xq.d);
     if (l->wq == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq is NULL");
     if (l->wv != NULL || l->bq != NULL || l->bk != NULL || l->bv != NULL || l->q_norm_weight != NULL ||
         l->k_norm_weight != NULL || l->norm_eps != 0 || l->wg != NULL)
@@ -94,7 +87,7 @@ UPIPE_API upipe_status upi_latent_layer_open(upipe_ctx *c, upi_latent_layer_pass
 {
     if (kv == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the latent is NULL");
     UPIPE_TRY(upi_check_stages(c, l));
-    UPIPE_TRY(upi_latent_begin(c, &f->latent, l->plan, l->wk, kv));
+    UPIPE_TRY(upi_latent_begin(c, &f->latent, l->plan, "wk", l->wk, kv));
     UPIPE_TRY(upi_latent_check_layer(c, l, xq, f->latent.dr));
     UPIPE_TRY(upi_latent_agree(c, &f->pass, &f->latent, l, xq.d, slots, &save->given));
     f->pass.rope_from = f->latent.dn;
@@ -157,13 +150,15 @@ UPIPE_API upipe_status upipe_latent_layer_bwd(upipe_ctx *c, const upipe_layer *l
     if (save == NULL || save->given.plan == 0 || save->lse == NULL)
         s = upipe_fail(&c->err, UPIPE_ERR_ARG, "save is NULL, or not there any more (consumed?)");
     if (s == UPIPE_OK) s = upi_latent_layer_open(c, &f, l, save, dout, xq, kv);
-    if (s == UPIPE_OK) s = upi_latent_check_rows(c, l->plan, "dxq", dxq, xq.d);
+    if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dxq", dxq, xq.d);
     if (s == UPIPE_OK) s = upi_check_grads(c, l, grads, save, dout);
     if (s == UPIPE_OK && grads->wv != NULL)
         s = upipe_fail(&c->err, UPIPE_ERR_ARG, "a gradient of wv is wanted without it");
     if (s == UPIPE_OK) s = upi_latent_begin_bwd(c, &f.latent, l->plan, dkv, grads->wk);
     f.pass.grad = upi_latent_project_grad;
     f.pass.grads = grads;
+    if (s == UPIPE_OK && delta == NULL)
+        s = upi_delta_all(c, l->plan, save, dout); /* O goes before the latents come */
     if (s == UPIPE_OK) s = upi_latent_load_bwd(c, &f.pass, &f.latent);
     if (s == UPIPE_OK) s = upi_layer_bwd(c, &f.pass, save, dxq, upi_latent_bwd_store);
     if (s == UPIPE_OK) s = upi_latent_release(c, &f.pass, &f.latent);

@@ -171,7 +171,7 @@ UPIPE_API upipe_status upi_layer_begin(upipe_ctx *c, upi_pass *f, const upipe_la
     if (save == NULL || (phase == UPIPE_BWD_BEFORE && (save->given.plan == 0 || save->lse == NULL)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "save is NULL, or not there any more (consumed?)");
     UPIPE_TRY(upi_check_layer(c, l, x));
-    UPIPE_TRY(upi_stage_agree(c, l, 0, 0, &save->given));
+    UPIPE_TRY(upi_stage_agree(c, l, 0, 0, NULL, &save->given));
     upi_pass_init(c->ops, f, l, &save->out);
     f->fill = upi_project;
     f->x = x;
@@ -224,7 +224,7 @@ UPIPE_API upipe_status upipe_layer_bwd(upipe_ctx *c, const upipe_layer *l, upipe
     pass.slots = dout;
     pass.grad = upi_project_grad;
     pass.grads = grads;
-    if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dx", dx);
+    if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dx", dx, l->plan->desc.model_dim);
     if (s == UPIPE_OK) s = upi_check_grads(c, l, grads, save, dout);
     if (s == UPIPE_OK) s = upi_layer_bwd(c, &pass, save, dx, upi_bwd_store);
     if (s != UPIPE_OK && save != NULL && delta == NULL) save->delta = NULL; /* upi_pass_end frees it */
@@ -338,7 +338,7 @@ UPIPE_API upipe_status upipe_layer_gated_out_bwd(upipe_ctx *c, const upipe_layer
     UPIPE_TRY(upi_ctx_check(c));
     mark = upipe_mem_mark(c->mem);
     s = upi_gated_check(c, &g, l, dy, save, x);
-    if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dx", dx);
+    if (s == UPIPE_OK) s = upi_check_rows(c, l->plan, "dx", dx, l->plan->desc.model_dim);
     if (s == UPIPE_OK) s = upi_gated_check_alias(c, "dx", dx, "dy", dy);
     if (s == UPIPE_OK) s = upi_gated_check_alias(c, "dx", dx, "x", x);
     if (s == UPIPE_OK) s = upi_check_grads(c, l, grads, NULL, NULL);

@@ -44,7 +44,7 @@ enum {
 };
 
 /* upipe_rope -- rotary position embedding, in place
- *   x            [count] blocks of tokens x heads x d, block i at x.data + i * step elements
+ *   x            [count] blocks of tokens x heads x d of any strides, block i at x.data + i * step elements
  *   pos0         position of token 0 of every block
  *   pos_step     positions between neighbouring tokens; 0 = 1
  *   dims         the first ones of a head are rotated, the others left; 0 = all d
@@ -144,7 +144,7 @@ typedef struct upipe_ops {
      * sync. */
     upipe_status (*copy)(upipe_ctx *c, void *dst, const void *src, size_t bytes);
     upipe_status (*zero)(upipe_ctx *c, void *dst, size_t bytes);
-    /* dst = src, element by element, changing the storage type; equal shapes. */
+    /* dst = src, element by element, changing the storage type; equal shapes, any strides, those of 0 in src too. */
     upipe_status (*cast)(upipe_ctx *c, upipe_view dst, upipe_view src);
 
     /* For every j < out.h: out_j (+)= op(a_j) * op(b_j), where out_j is the matrix [out.n][out.d] at head j of

@@ -194,7 +194,7 @@ UPIPE_API upipe_status upi_qkv_begin_bwd(upipe_ctx *c, upi_qkv_pass *f, const up
 /* All ranks make the same call; a backward that of its forward. */
 UPIPE_API upipe_status upi_qkv_agree(upipe_ctx *c, upi_qkv_pass *f, upipe_given *given)
 {
-    UPIPE_TRY(upi_stage_agree(c, &f->layer, 0, 0, given));
+    UPIPE_TRY(upi_stage_agree(c, &f->layer, 0, 0, NULL, given));
     upi_pass_init(c->ops, &f->pass, &f->layer, &f->slots);
     f->pass.fill = upi_pack;
     f->pass.heads = f->heads;

@@ -40,7 +40,7 @@ SIMD = {
     ' without vectors': (['-DUPIPE_CPU_SCALAR'], '.'),
 }
 # Folders of parts, which compile with the headers that include them alone.
-PRIVATE = {'stage', 'ring', 'fpdt', 'linear', 'parts'}
+PRIVATE = {'stage', 'ring', 'fpdt', 'linear', 'parts', 'latent'}
 # Headers that need other projects' headers: the words that name these.
 FOREIGN = {'cuda/upipe_cuda_bytes.h': 'cuda', 'cuda/upipe_cuda_device.h': 'cuda',
            'cuda/upipe_cuda_linear_bytes.h': 'cuda', 'cuda/upipe_cuda_watch.h': 'cuda', 'net/upipe_net_nccl.h': 'cuda',

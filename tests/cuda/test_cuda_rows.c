@@ -70,6 +70,23 @@ static void check_bits(upipe_ctx *c)
     CHECK_BYTES(narrow_got, narrow, sizeof narrow);
 }
 
+/* One row of a token for all its heads, stride 0: as a latent's shared key goes into K. */
+static void check_shared(test_rng *r, upipe_ctx *c, upipe_dtype dtype, int64_t n, int h, int d)
+{
+    upipe_view one = tensor(r, dtype, n, 1, d, ROWS_APART, 1), all = one,
+               y = empty(dtype, n, h, d, HEADS_INNER);
+    int ok = 1;
+    all.h = h;
+    all.h_stride = 0;
+    CHECK_OP(cast(c, y, all));
+    for (int64_t i = 0; i < n; ++i)
+        for (int j = 0; j < h; ++j)
+            for (int k = 0; k < d; ++k) ok &= get(y, i, j, k) == get(one, i, 0, k);
+    CHECK_SAY(ok && gaps_whole(y), "[%lld][%d][%d] of %s from one head", (long long)n, h, d,
+              upipe_dtype_name(dtype));
+    buffers_free(0);
+}
+
 /* More tokens than one tile of the norm weight's gradient, in columns that end inside a block. */
 static void check_weight(test_rng *r, upipe_ctx *c, int tokens, int d, upipe_dtype dtype)
 {
@@ -212,6 +229,9 @@ int main(int argc, char **argv)
         TEST(check_whole(&d.ops));
         TEST(check_host_memory(&d));
         TEST(check_bits(&staged.c));
+        TEST(check_shared(&r, &staged.c, UPIPE_F32, 37, 5, 64));
+        TEST(check_shared(&r, &staged.c, UPIPE_BF16, 300, 16, 64));
+        TEST(check_shared(&r, &staged.c, UPIPE_BF16, 37, 3, 6));
         TEST(check_rows(&r, &staged.c));
         TEST(check_weight(&r, &staged.c, 150, 70, UPIPE_F32));
         TEST(check_weight(&r, &staged.c, 65, 32, UPIPE_BF16));

@@ -65,7 +65,8 @@ static inline void *zeroed(size_t bytes)
 
 static inline void *copy_of(const void *data, size_t bytes)
 {
-    return memcpy(listed(malloc(bytes + 1)), data, bytes);
+    void *p = listed(malloc(bytes + 1));
+    return bytes > 0 ? memcpy(p, data, bytes) : p; /* data may be NULL then */
 }
 
 /* n zeros */

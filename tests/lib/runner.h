@@ -5,9 +5,8 @@
  *     run_result r;
  *     if (run_block(&test, &in, &r) == UPIPE_OK) ...     r.out: as f32_block; r.bytes, r.plan, ...
  *
- * Doors are upipe_layer.h with its projections, upipe_qkv.h (shape.bare), upipe_latent.h (and shape.latent), upipe_latent_layer.h and
- * upipe_fpdt.h (segments). Ranks are threads,
- * on the host or where test.place says. r.out is on the list of memory.h. Each rank has a plan of its own, and a slab of
+ * Doors are upipe_layer.h with its projections, upipe_qkv.h (shape.bare), upipe_latent_layer.h and upipe_latent.h (the same
+ * with shape.latent), and upipe_fpdt.h (segments). Ranks are threads, on the host or where test.place says. r.out is on the list of memory.h. Each rank has a plan of its own, and a slab of
  * exactly the bytes that its dry run asked for, filled with NaN. Rows are scattered and gathered by the plan's positions.
  * On every rank the peak of each phase is checked against the dry run's, bytes sent and moved against the plan's, and
  * live bytes at the end. Gradients of weights are summed over the world.
@@ -50,6 +49,7 @@ typedef struct run_case {
     upipe_ring_mode ring_mode;
     int segments; /* of the sequence; 0: in one piece */
     upipe_latent_form form;
+    int unwanted;              /* of upipe_latent_layer.h: 1 dc, 2 dkr, 4 the gradient of kv_b_proj */
     int fused, wide, in_place; /* bare: q, k, v in one tensor; f32 whatever is sent; dq over q and so on */
     int dx_apart;              /* dX beside x instead of in its place */
     int64_t tile_rows;
@@ -354,14 +354,17 @@ static inline upipe_status run_latent_layer(upipe_ctx *c, const run_state *s, co
     const upipe_plan *p = &own->plan;
     const upipe_layer *l = &own->layer;
     const block_shape *shape = &s->test->shape;
-    const upipe_latent_kv *kv = &own->latent.kv, *dkv = &own->latent_grads.dkv;
+    const upipe_latent_kv *kv = &own->latent.kv;
+    upipe_latent_kv dkv = own->latent_grads.dkv;
     upipe_grads g = run_grads_of(own);
     f32_block *out = &s->r->out;
     upipe_saved save = {0};
     upipe_slots dout = {0};
     upipe_view x = upipe_view_packed(NULL, p->desc.dtype, p->rows, 1, shape->q_dim), dx, y;
     const size_t bytes = upipe_plan_rows_bytes(p, 1, shape->q_dim);
-    g.wk = own->grads[0];
+    if ((s->test->unwanted & 1) != 0) dkv.c.data = NULL;
+    if ((s->test->unwanted & 2) != 0) dkv.kr.data = NULL;
+    if ((s->test->unwanted & 4) == 0) g.wk = own->grads[0];
     UPIPE_TRY(upipe_alloc(c, &x.data, bytes, UPIPE_USE_OTHER, "x"));
     dx = x;
     UPIPE_TRY(run_move(c, own, s->in->x, x, 0));
@@ -382,11 +385,11 @@ static inline upipe_status run_latent_layer(upipe_ctx *c, const run_state *s, co
         UPIPE_TRY(run_move_slots(c, own, s->in->dout, &dout, 0));
     }
     if (s->test->dx_apart) UPIPE_TRY(upipe_alloc(c, &dx.data, bytes, UPIPE_USE_OTHER, "dx"));
-    UPIPE_TRY(upipe_latent_layer_bwd(c, l, dx, dkv, &g, &save, shape->projected ? &save.out : &dout, x, kv));
+    UPIPE_TRY(upipe_latent_layer_bwd(c, l, dx, &dkv, &g, &save, shape->projected ? &save.out : &dout, x, kv));
     UPIPE_TRY(run_move_q(c, own, out->q, shape->projected ? &save.out : &dout));
     UPIPE_TRY(run_move(c, own, out->x, dx, 1));
-    UPIPE_TRY(run_move(c, own, out->c, dkv->c, 1));
-    UPIPE_TRY(run_move(c, own, out->kr, dkv->kr, 1));
+    if (dkv.c.data != NULL) UPIPE_TRY(run_move(c, own, out->c, dkv.c, 1));
+    if (dkv.kr.data != NULL) UPIPE_TRY(run_move(c, own, out->kr, dkv.kr, 1));
     CHECK(save.lse == NULL && save.delta == NULL && save.o == NULL);
     UPIPE_TRY(upipe_free(c, dout.data));
     UPIPE_TRY(upipe_saved_free(c, &save));

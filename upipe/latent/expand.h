@@ -9,8 +9,9 @@
 /* upi_latent -- of a pass
  *   r dr dn     numbers of c and kr, and of a head of K without kr; width = r + dr, of a token in all that follows
  *   wkv dwkv    [H][dn + v_dim][r], of the plan's type and f32; dwkv NULL: not wanted
- *   own         c and kr side by side, [rows][width] of the plan's type;  all: gathered, [batch][S][width]
- *   sums        backward: f32 [rows][width], the gradient of own
+ *   own         c and kr side by side, [rows][width] of the plan's type; NULL where all is there and no dwkv is wanted
+ *   all         gathered, [batch][S][width]
+ *   sums        backward: f32 [rows][width], the gradient of own; NULL: neither c's nor kr's is wanted
  */
 typedef struct upi_latent {
     upipe_latent_kv in, grad;
@@ -120,7 +121,8 @@ UPIPE_API upipe_status upi_latent_grad(upipe_ctx *c, const upi_pass *f, upi_proj
     const upi_latent *l = f->latent;
     const upipe_plan *p = f->plan;
     int b, i, j;
-    for (b = 0; which == UPI_PROJ_V && b < h.blocks; ++b) {
+    if (which == UPI_PROJ_K) return UPIPE_OK;
+    for (b = 0; b < h.blocks; ++b) {
         const int first = h.first + b * h.stride;
         upipe_view from[2];
         for (i = 0; i < 2; ++i) {
@@ -134,7 +136,7 @@ UPIPE_API upipe_status upi_latent_grad(upipe_ctx *c, const upi_pass *f, upi_proj
                                    UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
             from[i].h = 1;
         }
-        for (j = 0; j < h.heads; ++j)
+        for (j = 0; l->sums != NULL && j < h.heads; ++j)
             for (i = 0; i < 2; ++i) {
                 const upi_proj of = i == 0 ? UPI_PROJ_K : UPI_PROJ_V;
                 UPIPE_TRY(upi_latent_grad_head(c, f, of, first + j, from[i]));
@@ -144,43 +146,67 @@ UPIPE_API upipe_status upi_latent_grad(upipe_ctx *c, const upi_pass *f, upi_proj
     return UPIPE_OK;
 }
 
-/* The largest scratch of the products of n heads. */
+/* The largest scratch of the products of n heads: K' and V' of `rows` rows, and their gradients at this rank's tokens. */
 UPIPE_API size_t upi_latent_scratch(const upipe_ops *ops, const upi_pass *f, int n, int64_t rows)
 {
+    const upi_latent *l = f->latent;
     const upipe_dtype t = f->plan->desc.dtype;
+    const int64_t mine = f->plan->rows;
+    float none[1];
     size_t most = 0;
     int i;
-    for (i = 0; i < 2; ++i) {
-        const upi_proj which = i == 0 ? UPI_PROJ_K : UPI_PROJ_V;
-        float none[1];
-        const upipe_view heads = upi_latent_expanded(f, NULL, which, rows, n),
-                         c = upi_latent_c(f->latent, NULL, t, rows),
-                         dw = upi_latent_weight(f, none, UPIPE_F32, which, 0, n);
-        upipe_view one = heads, w = upi_latent_weight(f, none, t, which, 0, n);
-        most = upipe_max_bytes(most, ops->gemm_bytes(ops, heads, c, w, UPIPE_GEMM_TRANS_B));
-        most = upipe_max_bytes(
-            most, ops->gemm_bytes(ops, dw, heads, c, UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
-        one.h = w.h = 1;
-        most = upipe_max_bytes(most, ops->gemm_bytes(ops, upi_latent_c(f->latent, none, UPIPE_F32, rows), one,
-                                                     w, UPIPE_GEMM_ACCUMULATE));
+    for (i = UPI_PROJ_K; i <= UPI_PROJ_V; ++i) {
+        const upi_proj which = (upi_proj)i;
+        upipe_view w = upi_latent_weight(f, NULL, t, which, 0, n);
+        upipe_view dw = upi_latent_weight(f, NULL, UPIPE_F32, which, 0, n);
+        upipe_view heads = upi_latent_expanded(f, NULL, which, mine, n);
+        dw.data = none; /* a product that accumulates has a place */
+        most = upipe_max_bytes(most, ops->gemm_bytes(ops, upi_latent_expanded(f, NULL, which, rows, n),
+                                                     upi_latent_c(l, NULL, t, rows), w, UPIPE_GEMM_TRANS_B));
+        most = upipe_max_bytes(most, ops->gemm_bytes(ops, dw, heads, upi_latent_c(l, NULL, t, mine),
+                                                     UPIPE_GEMM_TRANS_A | UPIPE_GEMM_ACCUMULATE));
+        heads.h = w.h = 1;
+        most = upipe_max_bytes(most, ops->gemm_bytes(ops, upi_latent_c(l, none, UPIPE_F32, mine), heads, w,
+                                                     UPIPE_GEMM_ACCUMULATE));
     }
     return most;
 }
 
+/* f->scratch.gemm: that of all products of a pass.
+ *   projects   Q is projected */
+UPIPE_API void upi_latent_scratch_set(const upipe_ops *ops, upi_pass *f, int projects)
+{
+    const upipe_plan *p = f->plan;
+    const int64_t rows = f->latent->gathers ? p->team_tokens * p->desc.batch : p->rows;
+    size_t most = 0;
+    int stage, rank;
+    upi_head_run h;
+    for (stage = 0; stage < p->stages; ++stage) {
+        for (rank = 0; projects && upi_head_run_next(p, UPIPE_A2A_Q, stage, &rank, &h);)
+            most = upipe_max_bytes(most, upi_product_scratch(ops, f, UPI_PROJ_Q, h));
+        for (rank = 0; upi_head_run_next(p, UPIPE_A2A_KV, stage, &rank, &h);)
+            most = upipe_max_bytes(most, upi_latent_scratch(ops, f, h.heads, rows));
+    }
+    f->scratch.gemm =
+        upipe_max_bytes(most, upi_latent_scratch(ops, f, upi_head_run_all_kv(p).heads, p->rows));
+}
+
 /* ---- before and after the stages ---- */
 
-/* Checks what a call is given; nothing is sent. The plan is upi_check_stages' already. */
-UPIPE_API upipe_status upi_latent_begin(upipe_ctx *c, upi_latent *l, const upipe_plan *p, const void *wkv,
-                                        const upipe_latent_kv *in)
+/* Checks what a call is given; nothing is sent. The plan is upi_check_stages' already.
+ *   name   the weight's */
+UPIPE_API upipe_status upi_latent_begin(upipe_ctx *c, upi_latent *l, const upipe_plan *p, const char *name,
+                                        const void *wkv, const upipe_latent_kv *in)
 {
     const upipe_plan_desc *d = &p->desc;
-    const int64_t form = upi_enum_number(&in->form, sizeof in->form);
+    const int64_t form = upi_enum_number(&in->form, sizeof in->form), width = (int64_t)in->c.d + in->kr.d;
+    int64_t all;
     memset(l, 0, sizeof *l);
     if (d->kv_heads != d->heads)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "a latent makes K and V of every head: kv_heads is %d, heads %d", d->kv_heads,
                           d->heads);
-    if (wkv == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "the latent's weight is NULL");
+    if (wkv == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is NULL", name);
     if (form < UPIPE_LATENT_AUTO || form > UPIPE_LATENT_GATHERED)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "form %lld of a latent", (long long)form);
     if (in->c.d < 1 || in->kr.d < 1 || in->kr.d >= d->head_dim)
@@ -188,6 +214,10 @@ UPIPE_API upipe_status upi_latent_begin(upipe_ctx *c, upi_latent *l, const upipe
             &c->err, UPIPE_ERR_ARG,
             "a latent of %d numbers, and a shared key of %d in heads of %d: kr has fewer, and both have some",
             in->c.d, in->kr.d, d->head_dim);
+    if (width > INT32_MAX || !upipe_mul(&all, p->team_tokens * d->batch, width) || !upipe_mul(&all, all, 4))
+        return upipe_fail(&c->err, UPIPE_ERR_OVERFLOW,
+                          "a latent and a shared key of %lld numbers, %lld tokens", (long long)width,
+                          (long long)(p->team_tokens * d->batch));
     UPIPE_TRY(upi_qkv_check(c, p, "c", in->c, 1, in->c.d));
     UPIPE_TRY(upi_qkv_check(c, p, "kr", in->kr, 1, in->kr.d));
     l->in = *in;
@@ -195,7 +225,7 @@ UPIPE_API upipe_status upi_latent_begin(upipe_ctx *c, upi_latent *l, const upipe
     l->r = in->c.d;
     l->dr = in->kr.d;
     l->dn = d->head_dim - l->dr;
-    l->width = l->r + l->dr;
+    l->width = (int32_t)width;
     l->gathers = upipe_latent_gathers(p, in);
     if (l->gathers && d->ring > 1)
         return upipe_fail(
@@ -221,26 +251,20 @@ UPIPE_API upipe_status upi_latent_begin_bwd(upipe_ctx *c, upi_latent *l, const u
 UPIPE_API upipe_status upi_latent_agree(upipe_ctx *c, upi_pass *f, upi_latent *l, const upipe_layer *layer,
                                         int32_t q, upipe_slots *slots, upipe_given *given)
 {
-    const upipe_plan *p = layer->plan;
-    upi_fields fields = upi_stage_fields(c, layer, 0, 0);
-    int n;
-    if (!layer->mask.padded)
-        UPIPE_TRY(upi_borders_cover(&c->err, &layer->mask.borders, 0, p->desc.batch * p->desc.tokens));
-    upi_field_int(&fields, "numbers of the latent", l->r);
-    upi_field_int(&fields, "numbers of the shared key", l->dr);
-    upi_field_int(&fields, "numbers that Q is made of (0: the host's)", q);
-    upi_field_int(&fields, "form of the latent (0 heads, 1 gathered)", l->gathers);
-    UPIPE_TRY(upi_stage_same(c, layer, &fields, given));
+    upipe_layer rotated = *layer;
+    upi_fields more;
+    more.n = 0;
+    upi_field_int(&more, "numbers of the latent", l->r);
+    upi_field_int(&more, "numbers of the shared key", l->dr);
+    upi_field_int(&more, "numbers that Q is made of (0: the host's)", q);
+    upi_field_int(&more, "form of the latent (0 heads, 1 gathered)", l->gathers);
+    if (layer->rope_rates != NULL) rotated.rope_dims = l->dr; /* of so many there are rates */
+    UPIPE_TRY(upi_stage_agree(c, &rotated, 0, 0, &more, given));
     upi_pass_init(NULL, f, layer, slots);
     f->latent = l;
     if (q > 0) f->in_dim = q;
-    upi_scratch_add(c->ops, f, p->desc.ring > 1);
-    for (n = 1; n <= p->kv_per_rank; ++n) {
-        size_t most = upi_latent_scratch(c->ops, f, n, p->rows);
-        if (l->gathers)
-            most = upipe_max_bytes(most, upi_latent_scratch(c->ops, f, n, p->team_tokens * p->desc.batch));
-        f->scratch.gemm = upipe_max_bytes(most, f->scratch.gemm);
-    }
+    upi_scratch_add(c->ops, f, layer->plan->desc.ring > 1);
+    upi_latent_scratch_set(c->ops, f, q > 0);
     if (l->gathers) f->fetch = upi_latent_fetch;
     return UPIPE_OK;
 }
@@ -268,15 +292,20 @@ UPIPE_API upipe_status upi_latent_load(upipe_ctx *c, const upi_pass *f, upi_late
                       upipe_offset(l->all, (size_t)first * token), theirs, (size_t)p->team_tokens * token);
     }
     UPIPE_TRY(upipe_comm_start(c, team, team->list, used));
-    return upipe_comm_wait(c, team);
+    UPIPE_TRY(upipe_comm_wait(c, team));
+    if (l->dwkv != NULL) return UPIPE_OK; /* whose products read it */
+    UPIPE_TRY(upipe_free(c, l->own));
+    l->own = NULL;
+    return UPIPE_OK;
 }
 
-/* The same in a backward, and sums that are empty. */
+/* The same in a backward; and sums that are empty, unless nobody wants them. */
 UPIPE_API upipe_status upi_latent_load_bwd(upipe_ctx *c, const upi_pass *f, upi_latent *l)
 {
     const size_t bytes = (size_t)(f->plan->rows * l->width) * 4;
     void *sums;
     UPIPE_TRY(upi_latent_load(c, f, l, UPIPE_BWD_IN));
+    if (l->grad.c.data == NULL && l->grad.kr.data == NULL) return UPIPE_OK;
     UPIPE_TRY(upipe_alloc(c, &sums, bytes, UPIPE_USE_ACT_GRAD, "latent_grad"));
     l->sums = (float *)sums;
     return c->ops->zero(c, sums, bytes);

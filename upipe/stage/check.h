@@ -8,34 +8,42 @@
 UPIPE_API upipe_status upi_stage_given(upipe_ctx *c, const upipe_layer *l, const upi_fields *f,
                                        upipe_given *given)
 {
-    const upi_weight weights[] = {{"wq", l->wq},
-                                  {"wk", l->wk},
-                                  {"wv", l->wv},
-                                  {"bq", l->bq},
-                                  {"bk", l->bk},
-                                  {"bv", l->bv},
-                                  {"q_norm_weight", l->q_norm_weight},
-                                  {"k_norm_weight", l->k_norm_weight},
-                                  {"sinks", l->mask.sinks},
-                                  {"wo", l->wo},
-                                  {"wg", l->wg},
-                                  {"bo", l->bo}};
+    const upi_weight weights[] = {
+        {"wq", l->wq},
+        {l->wq != NULL ? "wk" : "wkv", l->wk}, /* without wq it is upipe_latent.h's */
+        {"wv", l->wv},
+        {"bq", l->bq},
+        {"bk", l->bk},
+        {"bv", l->bv},
+        {"q_norm_weight", l->q_norm_weight},
+        {"k_norm_weight", l->k_norm_weight},
+        {"sinks", l->mask.sinks},
+        {"wo", l->wo},
+        {"wg", l->wg},
+        {"bo", l->bo}};
     enum { ALL = sizeof weights / sizeof *weights, PROJECTION = 3 };
     const int n = f == NULL || given->plan == 0 ? ALL : ALL - PROJECTION;
     return upi_given_same(&c->err, given, l->plan->seal, l->id, f, weights, n);
 }
 
-/* What all ranks must share of a block: everything but the data and the rows of a tile, which each rank may choose.
+/* Compares with all ranks, and a backward's with its forward's, what they must share: everything but the data and the rows
+ * of a tile, which each rank may choose. Borders of packed sequences must be those of all tokens.
  *   tokens, segments  of the whole sequence in segments (the plan's tokens are one segment's); 0 without
  *                     segments
+ *   more              whole numbers that a door adds; NULL: none
  */
-UPIPE_API upi_fields upi_stage_fields(const upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments)
+UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments,
+                                       const upi_fields *more, upipe_given *given)
 {
     const upipe_plan_desc *d = &l->plan->desc;
     const size_t pairs =
         l->rope_rates != NULL ? (size_t)(l->rope_dims > 0 ? l->rope_dims : d->head_dim) / 2 : 0;
     const uint64_t rates = upipe_hash_bytes(UPIPE_HASH, l->rope_rates, pairs * sizeof *l->rope_rates);
     upi_fields f;
+    int i;
+    if (!l->mask.padded)
+        UPIPE_TRY(
+            upi_borders_cover(&c->err, &l->mask.borders, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
     f.n = 0;
     upi_field_int(&f, "tokens", d->tokens);
     upi_field_int(&f, "tokens of all segments", tokens);
@@ -73,38 +81,21 @@ UPIPE_API upi_fields upi_stage_fields(const upipe_ctx *c, const upipe_layer *l, 
     upi_field_real(&f, "scale", l->scale);
     upi_field_real(&f, "norm_eps", l->norm_eps);
     upi_field_real(&f, "rope_theta", l->rope_theta);
-    return f;
+    for (i = 0; more != NULL && i < more->n; ++i) upi_field_int(&f, more->list[i].name, more->list[i].value);
+    UPIPE_TRY(upi_stage_given(c, l, &f, given));
+    UPIPE_TRY(upi_agree(c, c->team, &f));
+    return d->ring > 1 ? upi_agree(c, c->ring, &f) : UPIPE_OK;
 }
 
-/* Compares these with all ranks, and a backward's with its forward's. */
-UPIPE_API upipe_status upi_stage_same(upipe_ctx *c, const upipe_layer *l, const upi_fields *f,
-                                      upipe_given *given)
-{
-    UPIPE_TRY(upi_stage_given(c, l, f, given));
-    UPIPE_TRY(upi_agree(c, c->team, f));
-    return l->plan->desc.ring > 1 ? upi_agree(c, c->ring, f) : UPIPE_OK;
-}
-
-/* Borders of packed sequences are those of all tokens; then both of the above. */
-UPIPE_API upipe_status upi_stage_agree(upipe_ctx *c, const upipe_layer *l, int64_t tokens, int segments,
-                                       upipe_given *given)
-{
-    const upipe_plan_desc *d = &l->plan->desc;
-    const upi_fields f = upi_stage_fields(c, l, tokens, segments);
-    if (!l->mask.padded)
-        UPIPE_TRY(
-            upi_borders_cover(&c->err, &l->mask.borders, 0, d->batch * (tokens > 0 ? tokens : d->tokens)));
-    return upi_stage_same(c, l, &f, given);
-}
-
-/* x, or another matrix of its shape: [rows][1][D] of the plan's type. */
-UPIPE_API upipe_status upi_check_rows(upipe_ctx *c, const upipe_plan *p, const char *name, upipe_view x)
+/* x, or another matrix of its rows: [rows][1][dim] of the plan's type. */
+UPIPE_API upipe_status upi_check_rows(upipe_ctx *c, const upipe_plan *p, const char *name, upipe_view x,
+                                      int64_t dim)
 {
     const int same = upi_enum_number(&x.dtype, sizeof x.dtype) == (int)p->desc.dtype;
-    if (x.n == p->rows && x.h == 1 && x.d == p->desc.model_dim && same) return UPIPE_OK;
+    if (x.n == p->rows && x.h == 1 && x.d == dim && same) return UPIPE_OK;
     return upipe_fail(&c->err, UPIPE_ERR_ARG, "%s is %s [%lld][%d][%d], the plan says %s [%lld][1][%lld]",
                       name, upi_dtype_name_of(&x.dtype), (long long)x.n, x.h, x.d,
-                      upipe_dtype_name(p->desc.dtype), (long long)p->rows, (long long)p->desc.model_dim);
+                      upipe_dtype_name(p->desc.dtype), (long long)p->rows, (long long)dim);
 }
 
 /* Checks plan, mask and context of this rank; nothing is sent. */
@@ -138,7 +129,7 @@ UPIPE_API upipe_status upi_check_out(upipe_ctx *c, const upipe_layer *l, upipe_v
     UPIPE_TRY(upi_slots_check(c, l->plan, &save->out, "final_out"));
     if (save->lse == NULL || save->delta != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "final_out is consumed already: its slots hold a gradient");
-    UPIPE_TRY(upi_check_rows(c, l->plan, "y", y));
+    UPIPE_TRY(upi_check_rows(c, l->plan, "y", y, l->plan->desc.model_dim));
     return upi_stage_given(c, l, NULL, (upipe_given *)(uintptr_t)&save->given);
 }
 
@@ -148,7 +139,7 @@ UPIPE_API upipe_status upi_check_layer(upipe_ctx *c, const upipe_layer *l, upipe
     upipe_rope rope;
     int rotates;
     UPIPE_TRY(upi_check_stages(c, l));
-    UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
+    UPIPE_TRY(upi_check_rows(c, l->plan, "x", x, l->plan->desc.model_dim));
     if (l->wq == NULL || l->wk == NULL || l->wv == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG, "wq, wk or wv is NULL");
     if ((l->q_norm_weight == NULL) != (l->k_norm_weight == NULL))

@@ -98,7 +98,7 @@ UPIPE_API upipe_status upi_gated_check(upipe_ctx *c, upi_gated *g, const upipe_l
                                        const upipe_saved *save, upipe_view x)
 {
     UPIPE_TRY(upi_check_out(c, l, y, save));
-    UPIPE_TRY(upi_check_rows(c, l->plan, "x", x));
+    UPIPE_TRY(upi_check_rows(c, l->plan, "x", x, l->plan->desc.model_dim));
     if (l->wg == NULL) return upipe_fail(&c->err, UPIPE_ERR_ARG, "wg is NULL");
     memset(g, 0, sizeof *g);
     upi_pass_init(NULL, &g->pass, l, NULL);

@@ -31,7 +31,7 @@ typedef struct upi_stage_buffers {
  *   layer  weights, mask and scale; plan is its plan
  *   fill   writes all heads of a stage's Q, K or V into a send buffer, in the send layout of upipe_a2a.h: the layer
  *          projects x, others pack the host's tensors
- *   fetch  K' and V' of this rank's heads: upi_kv_fetch, or from what all ranks hold (upipe_latent.h)
+ *   fetch  K' and V' of this rank's heads: upi_kv_fetch, or from what all ranks hold (latent/expand.h)
  *   grad   backward: the gradient of a run of heads, in g, at this rank's tokens: into dW, or the host's tensors
  *   x      [rows][1][D], of the layer;  heads, dheads: [3] views of the host's Q, K, V and of their gradients, whose data
  *          may be NULL

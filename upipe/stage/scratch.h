@@ -97,10 +97,7 @@ UPIPE_API void upi_scratch_add(const upipe_ops *ops, upi_pass *f, int merge)
         s.attn_bwd = adding;
         s.dq_sum = dq_sum;
     }
-    if (p->desc.dtype != UPIPE_F32)
-        s.tile = upipe_max_bytes(
-            s.tile,
-            (size_t)(f->tile_rows * (f->in_dim > p->desc.model_dim ? f->in_dim : p->desc.model_dim)) * 4);
+    if (p->desc.dtype != UPIPE_F32) s.tile = upipe_max_bytes(s.tile, (size_t)(f->tile_rows * f->in_dim) * 4);
     if (p->desc.ranks > 1 || p->stages > 1 || (p->kv_grads_partial && p->desc.kv_heads > 1))
         s.heads = upipe_max_bytes(
             s.heads, (size_t)f->tile_rows * upipe_max_bytes((size_t)p->desc.head_dim, (size_t)p->desc.v_dim) *

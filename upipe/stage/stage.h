@@ -5,7 +5,7 @@
  * into the same slot. Backward: the same load, and dO and delta out of slot i (and O, where the compute table's
  * attention reads it); dQ' goes into the slot; dK' and dV' go back to their tokens after their round.
  *
- *     upi_pass f;                                     a door fills it: upipe_layer.h, upipe_qkv.h, upipe_fpdt.h
+ *     upi_pass f;                                     a door fills it: upipe_layer.h, upipe_qkv.h, upipe_latent.h
  *     upi_pass_init(ctx.ops, &f, &layer, &slots);     of the layer: plan, mask and scale
  *     f.fill = my_heads, f.lse = lse;                   my_heads: a stage's Q, K or V in the send layout
  *     for (i = 0; i < plan.stages; i += plan.width) {
