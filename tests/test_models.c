@@ -231,6 +231,8 @@ static void print_page(FILE *f)
     print_published(f);
     fputs("\n## By name\n\n`upipe-plan --model NAME` knows these: ", f);
     for (i = 0; i < (int)PRESETS; ++i) fprintf(f, "%s`%s`", i > 0 ? ", " : "", presets[i].name);
+    fputs(".\nOf these it plans [the attention of one layer](latent.md#two-forms): ", f);
+    for (i = 0; i < (int)LATENT_MODELS; ++i) fprintf(f, "%s`%s`", i > 0 ? ", " : "", latent_models[i].name);
     fputs(".\n", f);
 }
 

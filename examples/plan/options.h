@@ -13,7 +13,9 @@ static const char usage_text[] =
     "usage: upipe-plan --model NAME --tokens N [flags]\n"
     "\n"
     "Says whether a training step fits a machine before anything is allocated: bytes of the largest rank and of\n"
-    "the fullest node by a dry run of the trainer, to the byte, and an estimate of the time.\n";
+    "the fullest node by a dry run of the trainer, to the byte, and an estimate of the time. Of a model with latent\n"
+    "attention (deepseek-v3, kimi-k2, minicpm3-4b, moonlight) it says what the attention of one layer holds and sends,\n"
+    "by Ulysses and by UPipe, as heads and as a gathered latent; flags that change nothing of that are refused.\n";
 
 static const char usage_end[] =
     "\n"
@@ -29,7 +31,8 @@ enum { EXIT_NO_FIT = 3 };
 typedef struct job {
     options o;
     llama_config config;
-    char note[PRESET_NOTE]; /* why the trainer refuses the model; empty if it does not */
+    const latent_model *latent; /* in place of config; NULL: of no such model */
+    char note[PRESET_NOTE];     /* why the trainer refuses the model; empty if it does not */
     machine machine;
     setting s;
     int titan; /* TITANS is none */
@@ -60,15 +63,22 @@ static int options_titan(job *j)
     return 0;
 }
 
+/* The number of ranks. */
+static int options_ranks(job *j)
+{
+    int *const ranks = &j->o.how.ranks;
+    if (*ranks == 0) *ranks = j->machine.ranks;
+    if (*ranks <= j->machine.ranks) return 0;
+    return cli_refuse("--ranks %d: %s has %d", *ranks, j->machine.name, j->machine.ranks);
+}
+
 /* The method by its name here or there, its defaults, and the number of ranks. */
 static int options_method(job *j)
 {
     options *o = &j->o;
     method_choice *how = &o->how;
-    int status;
-    if (how->ranks == 0) how->ranks = j->machine.ranks;
-    if (how->ranks > j->machine.ranks)
-        return cli_refuse("--ranks %d: %s has %d", how->ranks, j->machine.name, j->machine.ranks);
+    int status = options_ranks(j);
+    if (status != 0) return status;
     if (o->as_titan) return options_titan(j);
     if (o->best) {
         if (options_given(o, &o->method_name) || how->chunk > 0 || how->segments > 0 || how->ring > 0 ||
@@ -105,6 +115,9 @@ static int options_resolve(job *j)
     if (o->calibrate.n > 0 && o->write_machine == NULL)
         return cli_refuse("--calibrate wants --write-machine FILE, for --machine FILE later");
     if (o->model == NULL) return cli_refuse("--model is missing: a name, or a folder with a config.json");
+    if (!options_given(o, &o->device)) o->device = j->machine.gpu > 0 ? DEVICE_CUDA : DEVICE_CPU;
+    if ((j->latent = latent_find(o->model)) != NULL)
+        return (status = latent_options(j->latent, o)) != 0 ? status : options_ranks(j);
     if (o->tokens == 0 && !o->max_tokens) return cli_refuse("--tokens is missing, or --max-tokens");
     if (o->tokens > 0 && o->max_tokens)
         return cli_refuse("--tokens and --max-tokens contradict each other: the latter looks for them");
@@ -131,7 +144,6 @@ static int options_resolve(job *j)
     if ((status = preset_find(&j->config, j->note, o->model, &o->ignore_key)) != 0) return status;
     if (o->activations.k > j->config.layers)
         return cli_refuse("--activations: the model has %lld layers", (long long)j->config.layers);
-    if (!options_given(o, &o->device)) o->device = j->machine.gpu > 0 ? DEVICE_CUDA : DEVICE_CPU;
     status = options_method(j);
     if (status == 0 && o->lengths != NULL) status = packed_read(o, o->lengths);
     j->s = setting_of(o, NULL);

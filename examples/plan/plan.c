@@ -4,7 +4,8 @@
  *
  * Where to read: exact.h (bytes of this library's trainer, by a dry run), estimate.h (time, and the verdict), machine.h
  * (rates, with their origins), planner.h (advice, longest sequence), search.h (all settings), best.h, longest.h,
- * calibrate.h (rates of this machine); titan.h (what the paper's setting holds).
+ * calibrate.h (rates of this machine); titan.h (what the paper's setting holds); latent.h (one layer's attention of models
+ * with latent attention).
  */
 #define PROGRAM "upipe-plan"
 
@@ -12,6 +13,7 @@
 #include "../train/model/lora_flag.h"
 #include "best.h"
 #include "calibrate.h"
+#include "latent_report.h"
 #include "longest.h"
 
 /* The longest sequence of a setting, and why not a longer one if bytes are not why. */
@@ -116,10 +118,14 @@ static int plan(job *j, files *all)
     int status = plan_reserve(j, all);
     if (status == 0 && j->o.write_machine != NULL) status = plan_write_machine(j, all);
     if (status != 0 || j->o.model == NULL) return status;
-    s = llama_layout_trained(&layout, &j->config, j->o.train, j->o.lora, &e);
-    if (s != UPIPE_OK) return cli_fail("%s", e.text), s == UPIPE_ERR_ARG ? EXIT_USAGE : EXIT_RUN;
     memset(&ops, 0, sizeof ops);
     device_table(j->o.device, &ops);
+    if (j->latent != NULL) {
+        status = latent_plan(j, &ops, all);
+        return cli_flush("the table") == 0 ? status : EXIT_RUN;
+    }
+    s = llama_layout_trained(&layout, &j->config, j->o.train, j->o.lora, &e);
+    if (s != UPIPE_OK) return cli_fail("%s", e.text), s == UPIPE_ERR_ARG ? EXIT_USAGE : EXIT_RUN;
     p.m = &j->machine;
     p.ops = &ops;
     p.watch = &watch;

@@ -10,6 +10,7 @@
 #define PLAN_PRESET_H
 
 #include "../train/files/config_file.h"
+#include "latent.h"
 #include "machine.h"
 
 enum { PRESET_NOTE = 320 };
@@ -121,7 +122,7 @@ static inline int preset_read(llama_config *c, char note[PRESET_NOTE], const cha
 static inline int preset_find(llama_config *c, char note[PRESET_NOTE], const char *name,
                               const text_list *ignored)
 {
-    char path[4096], names[1024];
+    char path[4096], names[1024], latent[256];
     int i, status;
     note[0] = '\0';
     for (i = 0; i < (int)PRESETS; ++i) {
@@ -139,7 +140,10 @@ static inline int preset_find(llama_config *c, char note[PRESET_NOTE], const cha
             name);
     }
     preset_names(names, sizeof names);
-    return cli_refuse("--model %s is neither a folder with a config.json nor one of %s", name, names);
+    latent_names(latent, sizeof latent);
+    return cli_refuse(
+        "--model %s is neither a folder with a config.json nor one of %s (of one layer's attention: %s)",
+        name, names, latent);
 }
 
 #endif
