@@ -2,7 +2,8 @@
 """test_planner.py PLAN TRAIN TOP -- the program upipe-plan from the outside
 
 Its bytes are those of `train --plan` and of real trainings; as torchtitan it has the paper's cells of Llama3-8B on 8
-GPUs, out of memory where the paper was; numbers are read as people write them; what cannot be is refused in a sentence.
+GPUs, out of memory where the paper was; latent attention has the bytes of its tensors, counted here; numbers are read as
+people write them; what cannot be is refused in a sentence.
 """
 
 import itertools
@@ -528,6 +529,143 @@ def pairs_of(rows, inner, of, window=0):
 LAYOUTS = [('ring', 'contiguous', 4), ('zigzag', 'zigzag', 4), ('stripe', 'striped', 4), ('double-ring', 'zigzag', 2)]
 
 
+# Latent attention: layers, hidden size, heads, of a head without RoPE, with it and of V, the latent, what Q is projected from.
+LATENT = {'deepseek-v3': (61, 7168, 128, 128, 64, 128, 512), 'kimi-k2': (61, 7168, 64, 128, 64, 128, 512),
+          'minicpm3-4b': (62, 2560, 40, 64, 32, 64, 256), 'moonlight': (27, 2048, 16, 128, 64, 128, 512)}
+LATENT_ROWS = [(method, form) for method in ('ulysses', 'upipe') for form in ('heads', 'gathered')]
+
+
+def latent_plan(name, ranks, *words):
+    """The plan, and its rows by method and form."""
+    got = plan('--model', name, '--machine', machine(f'latent{ranks}.json', ranks=ranks), *words)
+    check([(row['method'], row['form']) for row in got['rows']] == LATENT_ROWS and got['attention_of'] == name, f'{got}')
+    return got, {(row['method'], row['form']): row for row in got['rows']}
+
+
+def latent_page():
+    """The table of the page about latent attention is what the planner prints, to the byte."""
+    page = read(os.path.join(TOP, 'docs', 'latent.md')).decode()
+    names = {'DeepSeek-V3': 'deepseek-v3', 'Kimi K2': 'kimi-k2', 'MiniCPM3-4B': 'minicpm3-4b', 'Moonlight': 'moonlight'}
+    lines = re.findall(r'^\| ([\w. -]*?) ?\| (8|16) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\w+) \|$',
+                       page, re.M)
+    check([line[1] for line in lines] == ['8', '16', '8', '8', '8', '16'], f'the table has the lines {lines}')
+    name = None
+    for title, ranks, heads, latent, ratio, held, stage, whole, auto in lines:
+        name = names[title] if title else name
+        got, rows = latent_plan(name, int(ranks), '--tokens', '64k')
+        tokens, unit = 65536 // int(ranks), got['unit_bytes']
+        check(unit == tokens * LATENT[name][1] * 2 and got['layers'] == LATENT[name][0] and got['auto'] == auto, f'{name}: {got}')
+        for form, numbers in ('heads', heads), ('gathered', latent):
+            for method in 'ulysses', 'upipe':
+                sent = rows[method, form]['sent_kv_bytes']
+                check(sent == int(numbers.replace(',', '')) * tokens * 2, f'{name} {ranks} {method}: {sent} of K and V as {form}')
+        both = [rows['upipe', form]['sent_forward_bytes'] for form in ('gathered', 'heads')]
+        found = [both[0] / both[1], rows['upipe', 'gathered']['latent_bytes'] / unit,
+                 rows['upipe', 'gathered']['kv_stage_bytes'] / unit, rows['ulysses', 'heads']['kv_stage_bytes'] / unit]
+        check([f'{number:.2f}' for number in found] == [ratio, held, stage, whole], f'{name} {ranks}: {found}')
+
+
+def latent_bytes():
+    """Bytes sent, and of phases without scratch of kernels, are those of the tensors, counted here."""
+    for name, ranks, tokens, batch, chunk, size in [('deepseek-v3', 8, 4096, 1, 8, 2), ('kimi-k2', 4, 1024, 3, 16, 2),
+                                                    ('minicpm3-4b', 4, 2048, 2, 4, 4), ('moonlight', 16, 512, 1, 16, 2)]:
+        _, dim, heads, nope, rope, v_dim, latent = LATENT[name]
+        got, rows = latent_plan(name, ranks, '--tokens', tokens, '--batch', batch, '--chunk', chunk, '--dtype', {2: 'bf16', 4: 'f32'}[size])
+        rows_of, all_of, k_dim, width = tokens * batch // ranks, tokens * batch, nope + rope, latent + rope
+        check(got['unit_bytes'] == rows_of * dim * size, f"{name}: a unit of {got['unit_bytes']}")
+        for (method, form), row in rows.items():
+            here, what = heads if method == 'ulysses' else chunk, f'{name} {method} {form}'
+            check(row['chunk'] == here and row['stages'] == heads // here, f'{what}: {row}')
+            # of a token, to all other ranks: Q and O or the like of their heads, and K and V
+            away = heads * (ranks - 1) // ranks
+            kv = away * (k_dim + v_dim) * size if form == 'heads' else (ranks - 1) * width * size
+            want = [away * (k_dim + v_dim) * size + kv,
+                    away * ((2 * k_dim + v_dim + k_dim + v_dim) * size + 4) + kv, kv]
+            sent = [row[key] for key in ('sent_forward_bytes', 'sent_backward_bytes', 'sent_kv_bytes')]
+            check(sent == [number * rows_of for number in want], f'{what}: {sent}, not {want} a token')
+            own, every = rows_of * width * size, all_of * width * size if form == 'gathered' else 0
+            stage = all_of * here // ranks * size # an element of each head of a stage, on a rank
+            stat, slots = rows_of * heads * 4, rows_of * heads * k_dim * size
+            check(row['latent_bytes'] == every and row['kv_stage_bytes'] == stage * (k_dim + v_dim), f'{what}: {row}')
+            given, by_stages = row['q_given'], row['q_by_stages']
+            for door in given, by_stages:
+                most = [max(door['phases'][f'{way}_{phase}'] for phase in ('before', 'in', 'attn', 'out')) for way in ('fwd', 'bwd')]
+                check([door['forward_bytes'], door['backward_bytes']] == most, f'{what}: {door}')
+            # K', V' and their gradients in f32; dO', delta', the send buffer of Q
+            held = own + every + rows_of * width * 4 + stage * (k_dim + v_dim) * (1 + 4 // size) + 2 * stat
+            held += stage * (v_dim + k_dim) + stage // size * 4
+            want = [0, stat, held + stage * k_dim, slots + 2 * stat, held + slots]
+            found = [given['phases']['fwd_before'], given['phases']['bwd_before'], given['phases']['bwd_out'],
+                     by_stages['phases']['bwd_before'], by_stages['phases']['bwd_out']]
+            check(found == want, f'{what}: {found}, not {want}')
+            if size == 2: # products in f32 have scratch of their own
+                want = [own + every + stat + stage * (k_dim + v_dim) + stage * k_dim + kept for kept in (stage * k_dim, slots)]
+                found = [door['phases']['fwd_in'] for door in (given, by_stages)]
+                check(found == want, f'{what}: {found}, not {want}')
+        for door, phase in itertools.product(('q_given', 'q_by_stages'), ('fwd_attn', 'bwd_attn')): # with scratch
+            for method in 'ulysses', 'upipe':
+                more = rows[method, 'gathered'][door]['phases'][phase] - rows[method, 'heads'][door]['phases'][phase]
+                check(more == rows[method, 'gathered']['latent_bytes'], f'{name} {method} {door} {phase}: {more} bytes more')
+
+
+def latent_uneven():
+    """Each number is that of the rank which has the most; each flag that is taken changes something."""
+    tokens, ranks = 10001, 16
+    got, rows = latent_plan('minicpm3-4b', ranks, '--tokens', tokens)
+    most = -(-tokens // ranks)
+    check(got['unit_bytes'] == most * 2560 * 2, f"a unit of {got['unit_bytes']}")
+    check(rows['ulysses', 'gathered']['sent_kv_bytes'] == 15 * most * 288 * 2, f'{rows}')
+    sent = max((tokens * (r + 1) // ranks - tokens * r // ranks) * (40 - (40 * (r + 1) // ranks - 40 * r // ranks)) for r in range(ranks))
+    check(rows['ulysses', 'heads']['sent_kv_bytes'] == sent * 160 * 2, f'{rows}')
+    check(rows['ulysses', 'heads']['kv_stage_bytes'] == 3 * tokens * 160 * 2, f'{rows}')
+    words = {'--ranks': '4', '--chunk': '32', '--overlap': None, '--tokens': '8k', '--batch': '2', '--dtype': 'f32', '--device': 'cpu'}
+    small = {'--model': 'deepseek-v3', '--tokens': '4k', '--chunk': '16'}
+    plain = plan(*itertools.chain(*small.items()))
+    for flag, value in words.items():
+        more = {**small, flag: value}
+        other = plan(*(word for pair in more.items() for word in pair if word is not None))
+        check(other['rows'] != plain['rows'], f'{flag} changes nothing')
+    refused('a chunk of 7 heads', *itertools.chain(*{**small, '--chunk': '7'}.items()))
+    refused('128 heads at a time are one stage', *itertools.chain(*{**small, '--chunk': '128'}.items()), '--overlap')
+    refused('has 8', *itertools.chain(*small.items()), '--ranks', '16')
+    refused('--tokens is missing', '--model', 'kimi-k2')
+    # all other flags are of whole models
+    rest = {'--method': 'upipe', '--replicas': '2', '--ring': '2', '--inner': '2', '--segments': '4', '--accumulate': '2',
+            '--train': '*', '--lora': '8', '--activations': 'ac', '--zero': '1', '--zero-prefetch': None, '--reduce-dtype': 'bf16',
+            '--offload-optimizer': None, '--offload-weights': None, '--tile-bytes': '1MiB', '--as': 'torchtitan', '--documents': 'x',
+            '--max-tokens': None, '--best': None, '--ignore-key': 'x', '--progress': None}
+    for flag, value in rest.items():
+        refused(f'{flag} would have no effect with --model deepseek-v3: of a model with latent attention the attention of one layer',
+                *itertools.chain(*small.items()), flag, *([value] if value else []))
+    said = run_command([PLAN, '--help']).stdout
+    known = set(re.findall(r'^  (--[a-z-]+)', said, re.M)) - {'--help', '--version'}
+    check(known == words.keys() | rest.keys() | {'--model', '--machine', '--json', '--calibrate', '--write-machine'}, f'{known}')
+    check(all(name in said.split('  --model')[0] for name in LATENT), said[:600])
+    said = run(PLAN, '--model', 'nosuch', '--tokens', '1k')[1]
+    check(f"(of one layer's attention: {', '.join(LATENT)})" in said, said)
+
+
+def latent_said():
+    """The table says what the file says."""
+    _, said, got = run(PLAN, '--model', 'moonlight', '--tokens', '1M')
+    for word in 'one of 27 layers', 'Q from the hidden state', '1M tokens x 1', 'form AUTO: heads', 'the attention alone is planned':
+        check(word in said, f'"{word}" is not in {said[:500]}')
+    size = {'bytes': 1, 'KiB': 2**10, 'MiB': 2**20, 'GiB': 2**30}
+    tables = said.split('\n\n')[2:]
+    keys = [['sent_forward_bytes', 'sent_backward_bytes', 'sent_kv_bytes'], ['latent_bytes', 'kv_stage_bytes'], 'q_given', 'q_by_stages']
+    check(len(tables) == len(keys), said)
+    for table, columns in zip(tables, keys):
+        for line, row in zip(table.strip().splitlines()[1:], got['rows'], strict=True):
+            cells = re.findall(r'([\d.]+) (bytes|KiB|MiB|GiB) +([\d.]+)', line)
+            of = row[columns] if isinstance(columns, str) else row
+            want = [of[key] for key in (['forward_bytes', 'backward_bytes'] if of is not row else columns)]
+            name = row['method'] + (f" --chunk {row['chunk']}" if row['method'] == 'upipe' else '') + f", {row['form']}"
+            check(line.split('  ')[1] == name and len(cells) == len(want) and all(
+                abs(float(number) * size[unit] - n) <= 0.005 * size[unit] and abs(float(part) - n / got['unit_bytes']) <= 0.0051
+                for (number, unit, part), n in zip(cells, want)), f'{line}: not {name} {want}')
+    check(re.findall(r'(\d+)$', tables[0], re.M) == ['4480', '4032'] * 2, tables[0])
+
+
 def documents():
     """Pairs by rank and step against all of them, one by one; the numbers of attention follow."""
     tokens, ring, lengths = 1024, 4, [100, 1, 300, 37, 250]
@@ -815,7 +953,7 @@ def pictures():
 
 with tempfile.TemporaryDirectory() as FOLDER:
     for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, machines, advised, nodes,
-                 numbers, documents, packed_steps, progress, refusals, paths, others, calibrated, best_setting,
-                 extrapolated, longest_settings, pictures):
+                 numbers, latent_page, latent_bytes, latent_uneven, latent_said, documents, packed_steps, progress, refusals,
+                 paths, others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))
