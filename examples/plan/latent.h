@@ -3,7 +3,7 @@
  *     const latent_model *m = latent_find("deepseek-v3");     NULL: none of them
  *     status = latent_options(m, &o);                         refuses flags of a whole model
  *     latent_row row = {METHOD_UPIPE, UPIPE_LATENT_GATHERED};
- *     latent_count(&row, m, &o, &ops, &err);                  by dry runs of all ranks, to the byte
+ *     latent_count(&row, m, &o, &ops, dry, &err);             by dry runs of all ranks, to the byte
  *
  * A whole model with latent attention is not planned: the trainer does not build one. latent_report.h prints the rows.
  */
