@@ -29,21 +29,21 @@ static const upipe_ops fake_ops = {
     .gemm_bytes = fake_gemm_bytes, .attn_bytes = fake_attn_bytes, .attn_can = ~0};
 
 /* What docs/latent.md says that a pass holds, in bytes. */
-typedef struct held {
+typedef struct parts {
     size_t q, o;           /* Q', or K'; O', or V', of a stage */
     size_t own, all, grad; /* c and kr of this rank's tokens, of all tokens, and their gradient in f32 */
     size_t slots, lse;     /* of all stages; delta is as large as lse */
     size_t tile;           /* of the gradient of xq */
-} held;
+} parts;
 
-static held held_of(const upipe_plan *p, const upipe_latent_kv *kv, int32_t q_dim)
+static parts parts_of(const upipe_plan *p, const upipe_latent_kv *kv, int32_t q_dim)
 {
     const upipe_plan_desc *d = &p->desc;
     const size_t e = upipe_dtype_bytes(d->dtype), rows = (size_t)p->rows,
                  width = (size_t)(kv->c.d + kv->kr.d);
     const size_t most = (size_t)(d->head_dim > d->v_dim ? d->head_dim : d->v_dim);
     const size_t tile_rows = rows < UPIPE_TILE_ROWS ? rows : UPIPE_TILE_ROWS;
-    held h;
+    parts h;
     h.q = rows * (size_t)(d->chunk * d->head_dim) * e;
     h.o = rows * (size_t)(d->chunk * d->v_dim) * e;
     h.own = rows * width * e;
@@ -61,7 +61,7 @@ typedef enum door { HOST_HEADS, LAYER, LAYER_DOUT } door;
 
 /* The phases of a forward and a backward. upipe_latent.h has one slot for all stages, and projects no Q. Before the
  * backward of upipe_latent_layer.h delta is there, and dO in O's place; or dO is the host's, beside O. */
-static void held_phases(const upipe_plan *p, const held *h, door by, size_t *phase)
+static void held_phases(const upipe_plan *p, const parts *h, door by, size_t *phase)
 {
     const int layer = by != HOST_HEADS, narrow = p->desc.dtype != UPIPE_F32;
     const size_t f = narrow ? 2 : 1, send = upipe_max_bytes(h->q, h->o), kv = h->q + h->o;
@@ -157,7 +157,7 @@ static void test_bytes(void)
         gathered += upipe_latent_gathers(&p, &a.kv);
         for (int by = HOST_HEADS; by <= LAYER_DOUT; ++by) {
             upipe_dry *dry = dry_begin(&p, &fake_ops, &s);
-            const held h = held_of(&p, &a.kv, q_dim);
+            const parts h = parts_of(&p, &a.kv, q_dim);
             held_phases(&p, &h, (door)by, want);
             if (by != HOST_HEADS)
                 dry_layer(dry, &p, &a.kv, q_dim, (door)by);

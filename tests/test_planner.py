@@ -942,10 +942,11 @@ def pictures():
     paths = []
     small = ['--model', model('small'), '--machine', machine(ranks=2), '--device', 'cpu', '--tokens', '4k', '--best']
     paper = ['--model', 'llama3-8b', '--as', 'torchtitan', '--tokens', '3M', '--method']
-    for name, words in ('ulysses', [*paper, 'ulysses']), ('upipe', [*paper, 'upipe']), ('settings', small):
+    attention = ['--model', 'kimi-k2', '--tokens', '64k']
+    for name, words in (('ulysses', [*paper, 'ulysses']), ('upipe', [*paper, 'upipe']), ('settings', small), ('latent', attention)):
         paths.append(at(name + '.json'))
         write(paths[-1], json.dumps(plan(*words)))
-    pictures_of = [[at('plans.png'), *paths[:2]], [at('settings.png'), paths[2]]]
+    pictures_of = [[at('plans.png'), *paths[:2]], [at('settings.png'), paths[2]], [at('latent.png'), paths[3], paths[3]]]
     twice = 'import sys, plot_plan\nfor sys.argv in ' + repr([['plot_plan.py', *words] for words in pictures_of]) + ': plot_plan.main()'
     done = run_command([pythons[0], '-c', twice], variables={'PYTHONDONTWRITEBYTECODE': '1'}, cwd=os.path.join(TOP, 'examples', 'plan'))
     for path, *_ in pictures_of:

@@ -31,6 +31,9 @@
  *     upipe_qkv_fwd(&ctx, &qkv, &saved);                 attention of your own Q, K, V       upipe_qkv.h
  *     upipe_qkv_bwd(&ctx, &qkv, &grads, &saved);
  *
+ *     upipe_latent_layer_fwd(&ctx, &l, &saved, xq, &kv); K and V of a latent (MLA)           upipe_latent_layer.h
+ *     upipe_latent_fwd(&ctx, &latent, &saved);           the same, with your own Q           upipe_latent.h
+ *
  *     upipe_session_open(&h, &desc);  ...                plan, dry run, pool and context     upipe_session.h
  *
  *     upipe_mlp_fwd(&ctx, &mlp, y, x);                   MLP and loss, by tiles of tokens    upipe_mlp.h
@@ -64,6 +67,8 @@
 #include "upipe_ring.h"
 #include "upipe_layer.h"
 #include "upipe_qkv.h"
+#include "upipe_latent.h"
+#include "upipe_latent_layer.h"
 #include "upipe_fpdt.h"
 #include "upipe_scan.h"
 #include "upipe_linear.h"

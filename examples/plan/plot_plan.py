@@ -7,7 +7,8 @@
 
 Of plans: the memory of the largest rank by component at its peak, and in every phase; a plan's name is that of its file.
 Of the file of one --best: every setting that fits by its time and memory, and the Pareto set; of --max-tokens --best: the
-longest sequence of every setting by its memory. The status is 2 for files that are none of these.
+longest sequence of every setting by its memory. Of latent attention: what is sent, and the peak of a backward. The status
+is 2 for files that are none of these.
 """
 
 import json
@@ -93,10 +94,37 @@ def settings(numbers):
     return figure
 
 
+def latent(plans):
+    """One layer's latent attention, a bar a method and form: what a forward sends, and what a backward holds."""
+    rows = [(plan['unit_bytes'], row) for _, plan in plans for row in plan['rows']]
+    names = [f"{plan['attention_of']}: {row['method']}, {row['form']}" for _, plan in plans for row in plan['rows']]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 1.6 + 0.4 * len(rows)), sharey=True)
+    parts = [{'Q and O': lambda row: row['sent_forward_bytes'] - row['sent_kv_bytes'], 'K and V, or the latent': lambda row: row['sent_kv_bytes']},
+             {'latent of all tokens': lambda row: row['latent_bytes'], "K' and V' of a stage": lambda row: row['kv_stage_bytes'],
+              'all else': lambda row: row['q_by_stages']['backward_bytes'] - row['latent_bytes'] - row['kv_stage_bytes']}]
+    colours = [('#c3cede', '#e07a5f'), ('#e07a5f', '#2a9d8f', '#c3cede')]
+    for axes, of, colour in zip(panels, parts, colours):
+        left = [0.0] * len(rows)
+        for (name, count), one in zip(of.items(), colour):
+            width = [count(row) / unit for unit, row in rows]
+            axes.barh(range(len(rows)), width, left=left, label=name, color=one)
+            left = [a + b for a, b in zip(left, width)]
+        for at, total in enumerate(left):
+            axes.annotate(f'{total:.2f}', (total, at), xytext=(3, 0), textcoords='offset points', va='center', fontsize=8)
+        axes.legend(frameon=False, fontsize=8, ncol=3, loc='lower left', bbox_to_anchor=(0, 1))
+        axes.margins(x=0.1)
+        tidy(axes, 'x')
+    panels[0].set_yticks(range(len(rows)), names)
+    panels[0].set_xlabel('sent by a rank in a forward, units of x')
+    panels[1].set_xlabel('held by a rank at the peak of a backward, units of x')
+    panels[0].invert_yaxis()
+    return figure
+
+
 def read(path):
     with open(path, encoding='utf-8') as source:
         numbers = json.load(source)
-    if not isinstance(numbers, dict) or not {'components', 'phases', 'fits'} <= set(numbers):
+    if not isinstance(numbers, dict) or not ({'components', 'phases', 'fits'} <= set(numbers) or 'attention_of' in numbers):
         raise ValueError('no numbers of upipe-plan --json')
     return numbers
 
@@ -116,7 +144,11 @@ def main():
     if many and len(plans) > 1:
         print(f'plot_plan.py: {many[0]} is of all settings: it has a picture of its own', file=sys.stderr)
         return 2
-    figure = settings(plans[0][1]) if many else breakdown(plans)
+    latents = [name for name, numbers in plans if 'attention_of' in numbers]
+    if 0 < len(latents) < len(plans):
+        print(f'plot_plan.py: {latents[0]} is of latent attention alone: others have a picture of their own', file=sys.stderr)
+        return 2
+    figure = settings(plans[0][1]) if many else latent(plans) if latents else breakdown(plans)
     figure.tight_layout()
     figure.savefig(sys.argv[1], dpi=110, metadata={'Software': None})
     return 0
