@@ -30,7 +30,7 @@ UPIPE_API upipe_view upi_latent_weight(const upi_pass *f, const void *w, upipe_d
     const upi_latent *l = f->latent;
     const int64_t v_dim = f->dim[UPI_PROJ_V], head = (l->dn + v_dim) * l->r;
     const int64_t at = first * head + (which == UPI_PROJ_V ? (int64_t)l->dn * l->r : 0);
-    return upipe_view_make((char *)(uintptr_t)w + at * (int64_t)upipe_dtype_bytes(dtype), dtype,
+    return upipe_view_make(upipe_offset(w, (size_t)at * upipe_dtype_bytes(dtype)), dtype,
                            which == UPI_PROJ_V ? v_dim : l->dn, l->r, n, head, l->r);
 }
 
@@ -51,8 +51,8 @@ UPIPE_API upipe_view upi_latent_c(const upi_latent *l, void *own, upipe_dtype dt
 /* The shared key's part of rows, as n heads that are the same: [rows][n][dr]. */
 UPIPE_API upipe_view upi_latent_kr(const upi_latent *l, void *own, upipe_dtype dtype, int64_t rows, int n)
 {
-    return upipe_view_make((char *)own + (size_t)l->r * upipe_dtype_bytes(dtype), dtype, rows, l->width, n, 0,
-                           l->dr);
+    return upipe_view_make(upipe_offset(own, (size_t)l->r * upipe_dtype_bytes(dtype)), dtype, rows, l->width,
+                           n, 0, l->dr);
 }
 
 /* K or V of n heads from `first` on, [rows][n][dim]. */
@@ -65,7 +65,7 @@ UPIPE_API upipe_status upi_latent_expand(upipe_ctx *c, const upi_pass *f, upi_pr
     UPIPE_TRY(upi_gemm(c, f, to, upi_latent_c(l, latent, t, rows),
                        upi_latent_weight(f, l->wkv, t, which, first, n), UPIPE_GEMM_TRANS_B));
     if (which == UPI_PROJ_V) return UPIPE_OK;
-    to.data = (char *)heads + (size_t)l->dn * upipe_dtype_bytes(t);
+    to.data = upipe_offset(heads, (size_t)l->dn * upipe_dtype_bytes(t));
     to.d = l->dr;
     return c->ops->cast(c, to, upi_latent_kr(l, latent, t, rows, n));
 }
@@ -108,7 +108,7 @@ UPIPE_API upipe_status upi_latent_grad_head(upipe_ctx *c, const upi_pass *f, upi
     UPIPE_TRY(upi_gemm(c, f, upi_latent_c(l, l->sums, UPIPE_F32, rows), from,
                        upi_latent_weight(f, l->wkv, t, which, head, 1), UPIPE_GEMM_ACCUMULATE));
     if (which == UPI_PROJ_V) return UPIPE_OK;
-    from.data = (char *)from.data + (size_t)l->dn * upipe_dtype_bytes(t);
+    from.data = upipe_offset(from.data, (size_t)l->dn * upipe_dtype_bytes(t));
     from.d = l->dr;
     return c->ops->add(c, upi_latent_kr(l, l->sums, UPIPE_F32, rows, 1), from);
 }
