@@ -504,8 +504,26 @@ static void check_linear(const golden *g)
     }
 }
 
+/* A model whose K and V come of a latent: in teams of every size with every chunk, and in rings, in short one model's teams;
+ * and whatever is kept. */
+static void check_latent(const golden *g)
+{
+    static const int kinds[] = {ACTIVATIONS_SAC, ACTIVATIONS_SAO, ACTIVATIONS_BLOCKS};
+    way one, other;
+    if (!test_brief() || g->layout.config.family == LLAMA_IS_MINICPM3) test_teams(g);
+    if (!test_brief()) test_rings(g);
+    way_run(&one, g, team_of(2, 2), 0, ACTIVATIONS_AC);
+    check_golden(g, &one);
+    for (int i = 0; i < 3; ++i) {
+        way_run_zero(&other, g, team_of(2, 4), 0, kinds[i], i + 1);
+        CHECK_SAY(same_bits(&one, &other), "%s: ZeRO %d and activations %d give other bits", g->type, i + 1,
+                  kinds[i]);
+    }
+}
+
 /* Each family, alone, in a team, in a ring and in segments, in short in one of these: a second pool gives the same bits, and
- * so do sharded gradients. Linear attention has neither rings nor segments, and sums sharded gradients by micro-batches. */
+ * so do sharded gradients. Linear attention has neither rings nor segments, and sums sharded gradients by micro-batches. A
+ * latent has no segments. */
 static void test_families(const json_t *root)
 {
     upipe_plan_desc ways[4] = {team_of(1, 4), team_of(2, 2), team_of(1, 4), team_of(2, 2)};
@@ -513,11 +531,13 @@ static void test_families(const json_t *root)
     ways[2].layout = UPIPE_ZIGZAG;
     for (int i = 0; i < LLAMA_FAMILIES; ++i) {
         golden g;
-        int linear;
+        int linear, latent;
         golden_open(&g, root, i);
         linear = llama_has_linear(&g.layout.config);
+        latent = g.layout.config.kv_rank > 0;
         if (linear) check_linear(&g);
-        for (int k = 0; k < (linear ? 2 : 4); ++k) {
+        if (latent) check_latent(&g);
+        for (int k = 0; k < (linear ? 2 : latent ? 3 : 4); ++k) {
             way one, other;
             if (test_brief() && k != i % 4) continue;
             way_run(&one, &g, ways[k], k == 3 ? 3 : 0, ACTIVATIONS_AC);

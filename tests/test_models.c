@@ -96,13 +96,18 @@ static void print_row(FILE *f, const llama_family *one)
                                           "by layer", "none; linear attention by layer"};
     static const char *const biases[] = {"none", "q, k, v", "q, k, v, o"};
     fprintf(f, "| `%s` | %s | %s%s | %s%s |", one->type, one->architecture,
-            llama_is_word(one->keys, "attention_out_bias") ? "q, k, v; o" : biases[one->bias],
+            one->latent                                      ? "q_a, kv_a, o"
+            : llama_is_word(one->keys, "attention_out_bias") ? "q, k, v; o"
+                                                             : biases[one->bias],
             one->bias_always ? ", always" : "", windows[one->windows],
             llama_is_word(one->keys, "no_rope_layers") ? "; layers without RoPE"
             : one->nope                                ? "; RoPE where there is one"
             : one->local > 0                           ? ", with a theta of their own"
                                                        : "");
-    fprintf(f, " %s%s%s%s%s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
+    fprintf(f, " %s%s%s%s%s%s%s%s%s%s%s |", one->qk_norm ? "QK norm; " : "",
+            one->latent & LLAMA_LATENT_DENSE ? "K and V of a latent, no experts; "
+            : one->latent                    ? "K and V of a latent; "
+                                             : "",
             one->norms == LLAMA_NORMS_RESULTS ? "norms of both halves' results alone; "
             : one->norms != LLAMA_NORMS_PRE   ? "norms of both halves' results; "
                                               : "",
@@ -110,8 +115,13 @@ static void print_row(FILE *f, const llama_family *one)
             one->shifted ? "1 + weight; " : "",
             one->gemma ? "GELU; the embedding times the root of hidden_size; " : "",
             one->logit_cap > 0 ? "soft-caps; " : "",
-            llama_is_word(one->keys, "embedding_multiplier") ? "multipliers; " : "",
-            one->interleaved ? "interleaved pairs; " : "", one->partial > 0 ? "a part of the head; " : "",
+            llama_is_word(one->keys, "embedding_multiplier") || one->latent & LLAMA_LATENT_DEPTH
+                ? "multipliers; "
+                : "",
+            one->latent & LLAMA_LATENT_EITHER                      ? "pairs by `rope_interleave`; "
+            : one->interleaved || one->latent & LLAMA_LATENT_PAIRS ? "interleaved pairs; "
+                                                                   : "",
+            one->partial > 0 ? "a part of the head; " : "",
             one->ropes ? "default and longrope alone" : "all types of RoPE");
     fprintf(f, " %s%s%s |\n", one->fused & LLAMA_FUSED_QKV ? "`qkv_proj` " : "",
             one->fused & LLAMA_FUSED_GATE ? "`q_proj`, of q and the gate head by head" : "",
@@ -124,7 +134,8 @@ static void print_defaults(FILE *f, const llama_family *one)
 {
     fprintf(f, "| `%s` | %s | ", one->type, one->kv_heads ? "as heads" : "must be there");
     if (one->head_dim > 0) fprintf(f, "%d", one->head_dim);
-    if (one->head_dim == LLAMA_HEAD_DIVIDED) fputs("hidden_size / heads", f);
+    if (one->latent) fputs("qk_nope + qk_rope", f);
+    if (one->head_dim == LLAMA_HEAD_DIVIDED && !one->latent) fputs("hidden_size / heads", f);
     if (one->head_dim == LLAMA_HEAD_GIVEN) fputs("must be there", f);
     fprintf(f, " | %g | %g | %s | ", one->norm_eps, one->rope_theta, one->tied ? "true" : "false");
     if (one->pad > 0)
@@ -192,11 +203,21 @@ static void print_page(FILE *f)
     for (i = 0; i < LLAMA_FAMILIES; ++i) print_row(f, &llama_families[i]);
     fputs(
         "\n## Where a key is absent\n\n"
-        "The values of `transformers`. A number of heads is not guessed, and no number of linear attention.\n\n"
+        "The values of `transformers`. A number of heads is not guessed, and no number of linear attention or of a latent, but\n"
+        "for `v_head_dim` of a `minicpm3`: hidden_size / heads.\n\n"
         "| `model_type` | num_key_value_heads | head_dim | rms_norm_eps | rope_theta | tie_word_embeddings | pad_token_id |"
         " sliding_window |\n|---|---|---|---|---|---|---|---|\n",
         f);
     for (i = 0; i < LLAMA_FAMILIES; ++i) print_defaults(f, &llama_families[i]);
+    fputs(
+        "\n## K and V of a latent\n\n"
+        "The keys that count are those of `transformers`: `q_lora_rank` (null: `q_proj` makes Q), `kv_lora_rank`,\n"
+        "`qk_nope_head_dim`, `qk_rope_head_dim`, `v_head_dim`. `head_dim` may say `qk_rope_head_dim`, `qk_head_dim` the sum of\n"
+        "both. The norms of what is projected down have the epsilon 1e-6, whatever `rms_norm_eps` says. With YaRN\n"
+        "`mscale_all_dim` scales scores too. `attention_bias` gives biases of `q_a_proj`, `kv_a_proj_with_mqa` and `o_proj`.\n"
+        "`first_k_dense_replace` must be the number of layers or more: a mixture of experts is refused. Keys of experts then\n"
+        "change nothing. [training](training.md#k-and-v-of-a-latent) says what these models do not have.\n",
+        f);
     fputs("\n## Keys\n\nThese count in every family: they are used, or must say what is built. ", f);
     print_keys(f, llama_keys);
     fputs(".\n\nThese change nothing in any: ", f);

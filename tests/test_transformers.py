@@ -2,7 +2,7 @@
 """test_transformers.py TRAIN TOP -- train, and logits beside it, against Hugging Face's transformers, with biases
 
 Small random models that transformers has saved: Qwen2, and Llama and Qwen3 with biases of all four projections; Llama
-with every type of RoPE, whose rates are held to transformers' own to 1e-6. Loss, logits and the gradient of every tensor are
+with every type of RoPE, whose rates are held to transformers' own to 1e-6; families whose K and V come of a latent. Loss, logits and the gradient of every tensor are
 compared with PyTorch in double precision; errors are held to those of transformers in f32, by the rule of lib/tolerance.h.
 Losses of trainings, one of them at 4k with YaRN, are PyTorch's, and so are gradients of an adapter, in PEFT's files. What
 train saves, transformers reads. Where no Python here has both packages the test is left out (status 77).
@@ -11,6 +11,7 @@ train saves, transformers reads. Where no Python here has both packages the test
 import copy
 import functools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -28,6 +29,7 @@ try:
     if int(transformers.__version__.split('.', maxsplit=1)[0]) < 5:
         raise ImportError('rope_parameters came with 5')
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v2 import modeling_deepseek_v2
     from transformers.models.qwen3_5 import modeling_qwen3_5
     from wide import in_double
 except ImportError:
@@ -69,6 +71,17 @@ LINEAR = ('Qwen3_5Text', {'layer_types': ['linear_attention', 'full_attention', 
                           'linear_num_value_heads': 4, 'linear_key_head_dim': 24, 'linear_value_head_dim': 16,
                           'tie_word_embeddings': False, 'pad_token_id': 101})
 LINEAR_WAYS = [('--ranks', '1'), ('--ranks', '2', '--method', 'upipe'), ('--ranks', '3', '--method', 'ulysses')]
+# K and V of a latent, and Q of numbers that a token is projected down to or not: gathered, or with the larger latent as heads.
+LATENT = {'num_key_value_heads': 4, 'head_dim': 8, 'qk_nope_head_dim': 24, 'qk_rope_head_dim': 8, 'v_head_dim': 40}
+DENSE = {**LATENT, 'first_k_dense_replace': 3}
+LATENTS = [('MiniCPM3', {**LATENT, 'q_lora_rank': 20, 'kv_lora_rank': 28, 'attention_bias': True, 'scale_emb': 3, 'scale_depth': 1.25,
+                         'dim_model_base': 40}),
+           ('Youtu', {**LATENT, 'q_lora_rank': None, 'kv_lora_rank': 100, 'attention_bias': True, 'rope_interleave': False,
+                      'tie_word_embeddings': False}),
+           ('DeepseekV2', {**DENSE, 'q_lora_rank': None, 'kv_lora_rank': 28, 'pad_token_id': 101}),
+           ('DeepseekV3', {**DENSE, 'q_lora_rank': 20, 'kv_lora_rank': 100, 'attention_bias': True, 'tie_word_embeddings': True})]
+LATENT_WAYS = [('--ranks', '1'), ('--ranks', '2', '--method', 'upipe'), ('--ranks', '4', '--method', 'ulysses'),
+               ('--ranks', '3', '--method', 'zigzag')]
 # Types of RoPE; 64 tokens are more than those of the training before.
 ROPES = [{'rope_type': 'linear', 'factor': 4.0}, {'rope_type': 'dynamic', 'factor': 2.0},
          {'rope_type': 'llama3', 'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0,
@@ -94,28 +107,42 @@ def softmax_widened(x, *words, dtype=None, **more):
 torch.nn.functional.softmax = softmax_widened
 
 
+def sharpened(rope, by):
+    return 0.1 * rope[by] * math.log(rope['factor']) + 1
+
+
 class Angles(torch.nn.Module):
-    """The rotary angles in double precision, which transformers' are not: of these rates, or of theta and a linear factor, by
-    types of layers where these have their own."""
+    """The rotary angles in double precision, which transformers' are not: of these rates, or of theta and a factor, by types of
+    layers where these have their own."""
 
     def __init__(self, config, rope):
         super().__init__()
         plain = config.rope_parameters
-        self.rates = {name: self.rates_of(one) for name, one in (plain if 'full_attention' in plain else {None: plain}).items()}
+        self.dims, self.complex = getattr(config, 'qk_rope_head_dim', HEAD_DIM), config.model_type == 'deepseek_v2'
         if rope:
-            self.rates = {None: torch.tensor(rope['rates'], dtype=torch.float64)}
-        self.factor = rope['factor'] if rope else 1
+            self.rates, self.factor = {None: torch.tensor(rope['rates'], dtype=torch.float64)}, rope['factor']
+            return
+        self.rates = {name: self.rates_of(one) for name, one in (plain if 'full_attention' in plain else {None: plain}).items()}
+        self.factor = sharpened(plain, 'mscale') / sharpened(plain, 'mscale_all_dim') if plain.get('rope_type') == 'yarn' else 1
 
-    @staticmethod
-    def rates_of(one):
-        dims = int(HEAD_DIM * one.get('partial_rotary_factor', 1))
-        slower = one['factor'] if one['rope_type'] == 'linear' else 1
-        return one['rope_theta'] ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims) / slower
+    def rates_of(self, one):
+        dims = int(self.dims * one.get('partial_rotary_factor', 1))
+        rates = one['rope_theta'] ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+        if one['rope_type'] != 'yarn':
+            return rates / (one['factor'] if one['rope_type'] == 'linear' else 1)
+        low, high = (dims * math.log(one['original_max_position_embeddings'] / (turns * 2 * math.pi)) / (2 * math.log(one['rope_theta']))
+                     for turns in (32, 1))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), dims - 1)
+        part = ((torch.arange(dims // 2, dtype=torch.float64) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return rates * (1 - part) + rates / one['factor'] * part
 
     def forward(self, x, position_ids, layer_type=None):
         if position_ids.dim() == 3:  # of time, height and width, which of a text are the same
             position_ids = position_ids[0]
-        angles = (position_ids[..., None].double() * self.rates[layer_type]).repeat(1, 1, 2)
+        angles = position_ids[..., None].double() * self.rates[layer_type]
+        if self.complex:
+            return torch.polar(torch.full_like(angles, self.factor), angles)
+        angles = angles.repeat(1, 1, 2)
         return (angles.cos() * self.factor).to(x.dtype), (angles.sin() * self.factor).to(x.dtype)
 
 
@@ -126,8 +153,9 @@ def class_of(name):
 def make_model(name, more, rope=None, positions=128):
     config = getattr(transformers, name + 'Config')(
         vocab_size=270, hidden_size=96, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=HEAD_DIM, max_position_embeddings=positions, rms_norm_eps=1e-5,
-        **{'rope_parameters': {'rope_type': 'default', 'rope_theta': THETA, **(rope or {})}, **more})
+        max_position_embeddings=positions, rms_norm_eps=1e-5,
+        **{'num_key_value_heads': 2, 'head_dim': HEAD_DIM,
+           'rope_parameters': {'rope_type': 'default', 'rope_theta': THETA, **(rope or {})}, **more})
     torch.manual_seed(len(more))
     model = getattr(transformers, class_of(name))(config)
     for one, p in model.named_parameters():
@@ -143,14 +171,15 @@ def widened(model, rope=None):
         if type(m).__name__.endswith('RMSNorm'):
             one, eps = (1, m.eps) if type(m).__name__.startswith(('Gemma', 'Qwen3_5')) else (0, m.variance_epsilon)
             m.forward = lambda x, m=m, one=one, eps=eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (one + m.weight)
-    if type(model).__name__.startswith('Qwen3_5'):
-        model.forward = forward_in_double(model.forward)
+    for name, modeling in (('Qwen3_5', modeling_qwen3_5), ('DeepseekV2', modeling_deepseek_v2)):
+        if type(model).__name__.startswith(name):
+            model.forward = forward_in_double(model.forward, modeling)
     return model
 
 
-def forward_in_double(forward):
+def forward_in_double(forward, modeling):
     def widely(*words, **more):
-        with in_double(modeling_qwen3_5):
+        with in_double(modeling):
             return forward(*words, **more)
     return widely
 
@@ -166,12 +195,18 @@ def run_model(model, ids):
 
 
 def runs_in_f32(model, ids):
-    """run_model; of linear attention also with other chunks and token by token, which round otherwise: the greatest error counts."""
+    """run_model; of linear attention also with other chunks and token by token, and of a latent with transformers' own attention,
+    which round otherwise: the greatest error counts."""
     runs, rule = [run_model(model, ids)], modeling_qwen3_5.torch_chunk_gated_delta_rule
     if type(model).__name__.startswith('Qwen3_5'):
         for other in (functools.partial(rule, chunk_size=32), modeling_qwen3_5.torch_recurrent_gated_delta_rule):
             with mock.patch.object(modeling_qwen3_5, 'torch_chunk_gated_delta_rule', other):
                 runs.append(run_model(model, ids))
+    if getattr(model.config, 'kv_lora_rank', None):
+        before = model.config._attn_implementation  # pylint: disable=protected-access
+        model.set_attn_implementation('eager')
+        runs.append(run_model(model, ids))
+        model.set_attn_implementation(before)
     return runs
 
 
@@ -396,35 +431,36 @@ class Adapted(torch.nn.Module):
         return self.base(x) + self.scale * (x @ self.lora_A.T @ self.lora_B.T)
 
 
-def test_adapter(ids, folder):
+def test_adapter(name, more, adapted, ways, ids, folder):
     """Losses and gradients of an adapter of two products in three steps, and logits with it, in f64."""
     rank, alpha, steps, eps = 4, 6, 3, 1e-3  # with it the update is a smooth function of the gradient
-    model = make_model('Llama', {'tie_word_embeddings': True})
-    model.save_pretrained(os.path.join(folder, 'base'))
+    base, files = f'base {name}', f'adapter {name}'
+    model = make_model(name, more)
+    model.save_pretrained(os.path.join(folder, base))
     exact = widened(model).requires_grad_(False)
     for layer in exact.model.layers:
-        for part, names in ((layer.self_attn, ('q_proj', 'o_proj')), (layer.mlp, ('gate_proj', 'down_proj'))):
-            for name in names:
-                setattr(part, name, Adapted(getattr(part, name), rank, alpha / rank))
-    adapter = {name + '.weight': p for name, p in exact.named_parameters() if '.lora_' in name}
+        for part, names in ((layer.self_attn, adapted), (layer.mlp, ('gate_proj', 'down_proj'))):
+            for one in names:
+                setattr(part, one, Adapted(getattr(part, one), rank, alpha / rank))
+    adapter = {one + '.weight': p for one, p in exact.named_parameters() if '.lora_' in one}
     with torch.no_grad():
         for p in adapter.values():
             p.copy_(p.float())  # as the file has it
-    os.mkdir(os.path.join(folder, 'adapter'))
-    save_file({'base_model.model.' + name: p.detach().float().contiguous() for name, p in adapter.items()},
-              os.path.join(folder, 'adapter', 'adapter_model.safetensors'))
-    write(os.path.join(folder, 'adapter', 'adapter_config.json'),
+    os.mkdir(os.path.join(folder, files))
+    save_file({'base_model.model.' + one: p.detach().float().contiguous() for one, p in adapter.items()},
+              os.path.join(folder, files, 'adapter_model.safetensors'))
+    write(os.path.join(folder, files, 'adapter_config.json'),
           json.dumps({'peft_type': 'LORA', 'task_type': 'CAUSAL_LM', 'r': rank, 'lora_alpha': alpha, 'use_dora': False,
-                      'target_modules': ['q_proj', 'o_proj', 'gate_proj', 'down_proj']}))
-    run(LOGITS, folder, '--load', 'base', '--load-adapter', 'adapter', '--ids', 'ids.npy', '--out', 'out.npy')
+                      'target_modules': [*adapted, 'gate_proj', 'down_proj']}))
+    run(LOGITS, folder, '--load', base, '--load-adapter', files, '--ids', 'ids.npy', '--out', 'out.npy')
     wanted = exact(ids[None, :-1], use_cache=False).logits[0].detach()
-    near('adapter: logits', read_npy(os.path.join(folder, 'out.npy')), wanted)
-    for number, way in enumerate(WAYS[1::2]):
-        save = f'adapted{number}'
-        numbers = train_losses(folder, way, '--load', 'base', '--load-adapter', 'adapter', '--data', 'window', '--tokens', TOKENS,
+    near(f'adapter of {name}: logits', read_npy(os.path.join(folder, 'out.npy')), wanted)
+    for number, way in enumerate(ways):
+        save = f'adapted {name}{number}'
+        numbers = train_losses(folder, way, '--load', base, '--load-adapter', files, '--data', 'window', '--tokens', TOKENS,
                                '--beta1', 0, '--adam-eps', eps, '--steps', steps, '--save', save, '--save-every', 1, '--keep', 0)
         tested = copy.deepcopy(exact)
-        trained = {name + '.weight': p for name, p in tested.named_parameters() if '.lora_' in name}
+        trained = {one + '.weight': p for one, p in tested.named_parameters() if '.lora_' in one}
         adamw = torch.optim.AdamW(trained.values(), lr=RATE, betas=(0.0, 0.95), eps=eps, weight_decay=DECAY)
         losses = []
         for step in range(steps):
@@ -433,11 +469,11 @@ def test_adapter(ids, folder):
             loss.backward()
             losses.append(loss.item())
             got = read_tensors(os.path.join(folder, save, f'checkpoint-{step + 1}', 'optimizer.safetensors'))
-            equal({name[8:] for name in got if name.startswith('exp_avg.')}, set(trained), 'adapter: what is trained')
-            for name, p in trained.items():
-                near(f'adapter, {" ".join(way)}, step {step + 1}: the gradient of {name}', got['exp_avg.' + name], p.grad)
+            equal({one[8:] for one in got if one.startswith('exp_avg.')}, set(trained), 'adapter: what is trained')
+            for one, p in trained.items():
+                near(f'adapter of {name}, {" ".join(way)}, step {step + 1}: the gradient of {one}', got['exp_avg.' + one], p.grad)
             adamw.step()
-        check_losses(f'adapter, {" ".join(way)}', numbers['loss'], losses)
+        check_losses(f'adapter of {name}, {" ".join(way)}', numbers['loss'], losses)
 
 
 def near(what, got, exact):
@@ -466,6 +502,19 @@ def test_long(ids, folder):
         check_losses(f'{LONG} tokens, {" ".join(way)}', numbers['loss'], losses)
 
 
+def latent_cases():
+    """Each family, one way in turn and one in every way; YaRN, whose mscale_all_dim counts twice, and the types of MiniCPM3's file."""
+    down = ('q_a_proj', 'q_b_proj', 'kv_a_proj_with_mqa', 'kv_b_proj', 'o_proj')
+    yarn = ROPES[4]
+    longrope = {**ROPES[5], 'short_factor': [1.0] * 4, 'long_factor': [1.0, 2.0, 3.0, 4.0]}
+    some = [LATENT_WAYS[0::2], LATENT_WAYS[1::2], LATENT_WAYS[0::2], LATENT_WAYS]
+    return [*((test_model, *model, ways) for model, ways in zip(LATENTS, some)),
+            *((test_rope, 20 + i, yarn, *model, LATENT_WAYS) for i, model in enumerate(LATENTS)),
+            (test_rope, 25, longrope, *LATENTS[0], LATENT_WAYS),
+            (test_packed, *LATENTS[3], LATENT_WAYS[:3]), (test_adapter, *LATENTS[3], down, LATENT_WAYS[1:3]),
+            (test_adapter, *LATENTS[1], ('q_proj', 'kv_a_proj_with_mqa', 'kv_b_proj'), LATENT_WAYS[2:])]
+
+
 def main():
     torch.set_num_threads(1)
     text = read(BOOK)[1000:1001 + TOKENS]
@@ -479,7 +528,9 @@ def main():
                             (test_rope, len(ROPES), ROPES[3], *LINEAR, LINEAR_WAYS), (test_new, 'Qwen2', ['--attention-bias', 'qkv']),
                             (test_new, 'Llama', ['--attention-bias', 'qkvo', '--untied']),
                             (test_packed, 'Llama', {'tie_word_embeddings': False}, WAYS),
-                            (test_model, *LINEAR, LINEAR_WAYS), (test_packed, *LINEAR, LINEAR_WAYS), (test_whole,), (test_adapter,), (test_long,),
+                            (test_model, *LINEAR, LINEAR_WAYS), (test_packed, *LINEAR, LINEAR_WAYS), (test_whole,), (test_long,),
+                            (test_adapter, 'Llama', {'tie_word_embeddings': True}, ('q_proj', 'o_proj'), WAYS[1::2]),
+                            *latent_cases(),
                             (test_new, 'Llama', ['--rope-type', 'yarn', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Llama', ['--rope-type', 'dynamic', '--rope-factor', '4', '--rope-original', '16']),
                             (test_new, 'Qwen3', ['--attention-bias', 'qkvo', '--qk-norm']), (test_new, 'Mistral', ['--window', '9'])]:

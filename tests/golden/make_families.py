@@ -22,6 +22,12 @@ BATCH, TOKENS, PAD = 2, 16, 8
 # Windows, layers without RoPE and a padding that occurs, wherever a family can have them.
 SOME_WINDOWS = {'sliding_window': 6, 'layer_types': ['sliding_attention', 'full_attention']}
 SWITCHED = {'use_sliding_window': True, 'sliding_window': 6, 'max_window_layers': 1}
+# Of attention with a latent: K and V of as many heads, those of V wider. The norms of what is projected down have an epsilon of
+# their own, which is not this one.
+LATENT = {'num_key_value_heads': HEADS, 'head_dim': 8, 'qk_nope_head_dim': 24, 'qk_rope_head_dim': 8, 'v_head_dim': 40,
+          'kv_lora_rank': 28, 'rms_norm_eps': 0.05}
+YARN = {'rope_type': 'yarn', 'rope_theta': 10000.0, 'factor': 4.0, 'original_max_position_embeddings': 16, 'mscale': 1.5,
+        'mscale_all_dim': 0.5}
 FAMILIES = [
     ('Llama', {'attention_bias': True}),
     ('Mistral', {'sliding_window': 6}),
@@ -43,6 +49,11 @@ FAMILIES = [
                                'tie_word_embeddings': True}),
     ('Qwen3_5Text', {'layer_types': ['linear_attention', 'full_attention'], 'linear_num_key_heads': 2, 'linear_num_value_heads': 4,
                      'linear_key_head_dim': 8, 'linear_value_head_dim': 16, 'pad_token_id': PAD}),
+    ('MiniCPM3', LATENT | {'q_lora_rank': 20, 'attention_bias': True, 'tie_word_embeddings': True, 'scale_emb': 3, 'scale_depth': 1.25,
+                           'dim_model_base': 12}),
+    ('Youtu', LATENT | {'q_lora_rank': None, 'attention_bias': True, 'rope_interleave': False, 'pad_token_id': PAD}),
+    ('DeepseekV2', LATENT | {'q_lora_rank': 20, 'first_k_dense_replace': LAYERS, 'rope_parameters': YARN}),
+    ('DeepseekV3', LATENT | {'q_lora_rank': None, 'first_k_dense_replace': LAYERS, 'rope_parameters': YARN}),
 ]
 FUSED = {'qkv_proj': [('q_proj', HEADS * HEAD_DIM), ('k_proj', KV_HEADS * HEAD_DIM), ('v_proj', KV_HEADS * HEAD_DIM)],
          'gate_up_proj': [('gate_proj', HIDDEN), ('up_proj', HIDDEN)]}
@@ -97,8 +108,8 @@ def short(x, digits):
 def row(name, more):
     config = getattr(transformers, name + 'Config')(
         vocab_size=VOCAB, hidden_size=DIM, intermediate_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-        **{'tie_word_embeddings': False, 'pad_token_id': None, **more})
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+        **{'num_key_value_heads': KV_HEADS, 'head_dim': HEAD_DIM, 'tie_word_embeddings': False, 'pad_token_id': None, **more})
     model = getattr(transformers, class_of(name))(config).float()
     config.architectures = [type(model).__name__]
     with torch.no_grad():

@@ -14,7 +14,7 @@
 
 #include "../model/families.h"
 #include "../model/layout.h"
-#include "config_value.h"
+#include "config_latent.h"
 #include "whole_file.h"
 
 enum { LLAMA_CONFIG_BYTES_MAX = 1 << 20 /* of a config.json */ };
@@ -381,9 +381,19 @@ static inline int64_t llama_config_otherwise(const llama_config *c, const field 
 {
     if (f->at == offsetof(llama_config, kv_heads)) return family->kv_heads ? c->heads : 0;
     if (f->at == offsetof(llama_config, query_scalar)) return 256;
+    if (f->at == offsetof(llama_config, v_dim))
+        return family->latent & LLAMA_LATENT_DEPTH ? c->dim / c->heads : 0;
     if (f->at != offsetof(llama_config, head_dim)) return 0;
     if (family->head_dim != LLAMA_HEAD_DIVIDED) return family->head_dim > 0 ? family->head_dim : 0;
     return c->dim % c->heads == 0 ? c->dim / c->heads : 0;
+}
+
+/* Whether null is none of it: 0. */
+static inline int llama_config_may_lack(const field *f)
+{
+    return f->at == offsetof(llama_config, attention_cap) || f->at == offsetof(llama_config, logit_cap) ||
+           f->at == offsetof(llama_config, q_rank) || f->at == offsetof(llama_config, scale_depth) ||
+           f->at == offsetof(llama_config, dim_base);
 }
 
 /* One of the table's numbers. */
@@ -393,15 +403,14 @@ static inline int llama_config_field(llama_config *c, const field *f, json_t *ro
     void *at = (char *)c + f->at;
     int64_t count = 0, otherwise;
     int on;
-    if (json_is_null(json_object_get(root, f->key)) &&
-        (f->at == offsetof(llama_config, attention_cap) || f->at == offsetof(llama_config, logit_cap))) {
-        *(double *)at = 0; /* none */
+    if (json_is_null(json_object_get(root, f->key)) && llama_config_may_lack(f)) {
+        memset(at, 0, field_bytes(f));
         return 0;
     }
     if (f->kind == FLAG_REAL) return llama_config_real((double *)at, root, f->key, f->flag, path, err);
     if (f->kind == FLAG_CHOICE) return llama_config_bias(c, root, family, path, err);
     if (f->kind == FLAG_SWITCH) {
-        on = family->tied;
+        on = f->at == offsetof(llama_config, tied) ? family->tied : 1;
         if (llama_config_flag(&on, root, f->key, path, err)) return -1;
         *(int *)at = on;
         return 0;
@@ -562,13 +571,15 @@ static inline int llama_config_numbers(llama_config *c, json_t *root, int like, 
     for (i = 0; i < LLAMA_FIELDS; ++i)
         if (llama_fields[i].key != NULL && llama_fields[i].used == 0 &&
             llama_fields[i].at != offsetof(llama_config, window) &&
+            !(family->latent && llama_fields[i].at == offsetof(llama_config, head_dim)) &&
             llama_has_key(family, llama_fields[i].key) &&
             llama_config_field(c, &llama_fields[i], root, family, path, err))
             return -1;
+    if (family->latent && llama_config_latent(c, root, family, path, err)) return -1;
     if (c->heads % c->kv_heads != 0)
         return llama_config_fail(err, path, "%d heads do not divide among %d key/value heads", c->heads,
                                  c->kv_heads);
-    if (c->head_dim % 2 != 0)
+    if (c->kv_rank == 0 && c->head_dim % 2 != 0)
         return llama_config_fail(err, path, "head_dim is %d, and odd: it has no rotary pairs", c->head_dim);
     if ((int64_t)c->heads * c->head_dim > INT32_MAX)
         return llama_config_fail(err, path, "%d heads of %d are more than %d", c->heads, c->head_dim,
@@ -577,7 +588,8 @@ static inline int llama_config_numbers(llama_config *c, json_t *root, int like, 
         (llama_is_word(family->keys, "no_rope_layers") && llama_config_no_rope(c, root, path, err)) ||
         (family->windows == LLAMA_WINDOWS_LINEAR ? llama_config_linear(c, root, family, path, err)
                                                  : llama_config_windows(c, root, family, path, err)) ||
-        llama_config_rope(c, root, family, path, err))
+        llama_config_rope(c, root, family, path, err) ||
+        (family->latent && llama_config_latent_rope(c, path, err)))
         return -1;
     status = llama_layout_init(&layout, c);
     if (status == LLAMA_LAYOUT_MEMORY)

@@ -4,14 +4,23 @@
 
 #include "config_file.h"
 
+/* Whether a number that a file may lack is none. */
+static inline int llama_config_lacks(const llama_config *c, const field *row)
+{
+    const void *at = (const char *)c + row->at;
+    return row->kind == FLAG_REAL ? *(const double *)at == 0 : *(const int64_t *)at == 0;
+}
+
 /* A line of the file. */
 static inline void llama_config_line(FILE *f, const llama_config *c, const field *row,
                                      const llama_family *family)
 {
     char text[FIELD_TEXT];
-    if (row->at == offsetof(llama_config, window) || !llama_has_key(family, row->key)) return;
-    if (row->kind == FLAG_REAL && *(const double *)((const char *)c + row->at) == 0)
-        fprintf(f, "  \"%s\": null,\n", row->key); /* a soft-cap */
+    if (row->at == offsetof(llama_config, window) || !llama_has_key(family, row->key) ||
+        (family->latent && row->at == offsetof(llama_config, head_dim))) /* it follows from others */
+        return;
+    if (llama_config_may_lack(row) && llama_config_lacks(c, row))
+        fprintf(f, "  \"%s\": null,\n", row->key);
     else if (row->kind != FLAG_CHOICE)
         fprintf(f, "  \"%s\": %s,\n", row->key, field_text(text, row, c));
     else if (!family->bias_always)
@@ -117,6 +126,8 @@ static inline int llama_config_write(const llama_config *c, upipe_dtype dtype, i
     if (llama_is_word(family->keys, "attention_out_bias"))
         fprintf(f, "  \"attention_out_bias\": %s,\n  \"residual_dropout\": 0.0,\n",
                 c->attention_bias == LLAMA_BIAS_QKVO ? "true" : "false");
+    if (family->latent & LLAMA_LATENT_DENSE)
+        fprintf(f, "  \"first_k_dense_replace\": %" PRId64 ",\n", c->layers);
     if (c->pad > 0)
         fprintf(f, "  \"pad_token_id\": %" PRId64 ",\n", c->pad - 1);
     else if (family->pad > 0)

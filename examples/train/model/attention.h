@@ -1,4 +1,5 @@
-/* attention.h -- a layer's attention, of one kind or another: of the whole sequence, or in segments; with a gate; linear
+/* attention.h -- a layer's attention, of one kind or another: of the whole sequence, or in segments; with a gate; linear; of a
+ * latent
  *
  *     attention a = attention_of(r, layer);
  *     a.x = normed;                            the norm of the stream, a block of a.pool
@@ -15,7 +16,7 @@
 #ifndef LLAMA_ATTENTION_H
 #define LLAMA_ATTENTION_H
 
-#include "attention_kind.h"
+#include "latent.h"
 
 /* ---- the whole sequence ---- */
 
@@ -252,7 +253,7 @@ static inline upipe_status attention_linear_free(attention *a, int kept)
 
 /* ---- kinds ---- */
 
-enum { ATTENTION_WHOLE, ATTENTION_SEGMENTS, ATTENTION_GATED, ATTENTION_LINEAR };
+enum { ATTENTION_WHOLE, ATTENTION_SEGMENTS, ATTENTION_GATED, ATTENTION_LINEAR, ATTENTION_LATENT };
 
 static const attention_kind attention_kinds[] = {
     {attention_whole_fwd, attention_whole_keep, attention_whole_fetch, attention_whole_out,
@@ -262,7 +263,9 @@ static const attention_kind attention_kinds[] = {
     {attention_whole_fwd, attention_whole_keep, attention_whole_fetch, attention_gated_out,
      attention_gated_out_bwd, attention_gated_bwd, attention_whole_free, 1},
     {attention_linear_fwd, attention_linear_keep, attention_linear_fetch, attention_linear_out,
-     attention_linear_out_bwd, attention_linear_bwd, attention_linear_free, 1}};
+     attention_linear_out_bwd, attention_linear_bwd, attention_linear_free, 1},
+    {attention_latent_fwd, attention_whole_keep, attention_whole_fetch, attention_whole_out,
+     attention_whole_out_bwd, attention_latent_bwd, attention_whole_free, 0}};
 
 static inline attention attention_of(model_rank *r, int64_t layer)
 {
@@ -280,6 +283,9 @@ static inline attention attention_of(model_rank *r, int64_t layer)
     if (llama_is_linear(&r->m->layout->config, layer)) {
         a.kind = &attention_kinds[ATTENTION_LINEAR];
         a.linear = model_linear_layer(r, layer);
+    } else if (r->m->layout->config.kv_rank > 0) {
+        a.kind = &attention_kinds[ATTENTION_LATENT];
+        a.f.layer = model_latent_layer(r, layer);
     } else {
         a.f.layer = model_attention_layer(r, layer);
     }

@@ -56,6 +56,14 @@ typedef struct llama_config {
     double rope_short[LLAMA_ROPE_PAIRS], rope_long[LLAMA_ROPE_PAIRS];
     /* Of linear attention, where a layer has it: heads of v, and of q and k; their dimensions; rows of the convolution */
     int64_t linear_heads, linear_key_heads, linear_key_dim, linear_value_dim, linear_taps;
+    /* Of attention whose K and V come of a latent: of each token numbers of what Q is made of (0: of the token itself), and of
+     * the latent (0: there is none); of a head of Q and K elements that do not turn, and that do, together head_dim; of V.
+     * pairs: neighbours turn together */
+    int64_t q_rank, kv_rank;
+    int still_dim, turned_dim, v_dim, pairs;
+    double
+        scale_depth; /* MiniCPM's; what both halves give is multiplied by it over the root of the layers; 0: by 1 */
+    int64_t dim_base; /* MiniCPM's; logits are divided by hidden_size over it; 0: by 1 */
     unsigned char by_layer[LLAMA_LAYERS_MAX]; /* bits */
 } llama_config;
 #define AT(member) offsetof(llama_config, member)
@@ -89,6 +97,15 @@ static const field llama_fields[] = {
     {"linear_key_head_dim", "linear-key-dim", FLAG_WHOLE, AT(linear_key_dim), 0, 0, 0, 0},
     {"linear_value_head_dim", "linear-value-dim", FLAG_WHOLE, AT(linear_value_dim), 0, 0, 0, 0},
     {"linear_conv_kernel_dim", "linear-taps", FLAG_WHOLE, AT(linear_taps), 0, 0, 0, 0},
+    {"q_lora_rank", "q-rank", FLAG_WHOLE, AT(q_rank), 0, 0, 0, 0},
+    {"kv_lora_rank", "kv-rank", FLAG_WHOLE, AT(kv_rank), 0, 0, 0, 0},
+    {"qk_nope_head_dim", "still-dim", FLAG_INT, AT(still_dim), 0, 0, 0, 0},
+    {"qk_rope_head_dim", "turned-dim", FLAG_INT, AT(turned_dim), 0, 0, 0, 0},
+    {"v_head_dim", "v-head-dim", FLAG_INT, AT(v_dim), 0, 0, 0, 0},
+    {"rope_interleave", "rope-pairs", FLAG_SWITCH, AT(pairs), 0, 0, 0, 0},
+    {"scale_emb", "embedding-multiplier", FLAG_REAL, AT(embedding_multiplier), 0, 0, 0, 0},
+    {"scale_depth", "scale-depth", FLAG_REAL, AT(scale_depth), 0, 0, 0, 0},
+    {"dim_model_base", "dim-base", FLAG_WHOLE, AT(dim_base), 0, 0, 0, 0},
     {NULL, "qk-norm", FLAG_SWITCH, AT(qk_norm), 0, 0, 0, 0},
     {NULL, "pad-token-id", FLAG_WHOLE, AT(pad), 0, 0, 0, 0},
     {NULL, "model-type", FLAG_WHOLE, AT(family), 0, 0, 0, 0},
@@ -124,6 +141,7 @@ enum { LLAMA_FIELDS = sizeof llama_fields / sizeof *llama_fields };
 /* Dimensions of a head that turn. */
 static inline int llama_rope_dims(const llama_config *c)
 {
+    if (c->kv_rank > 0) return c->turned_dim;
     return c->rope_partial > 0 ? (int)((double)c->head_dim * c->rope_partial) : c->head_dim;
 }
 

@@ -33,6 +33,17 @@ typedef enum llama_norms {
     LLAMA_NORMS_RESULTS /* of these alone */
 } llama_norms;
 
+/* Attention whose K and V come of a latent of each token. */
+enum {
+    LLAMA_LATENT = 1,
+    LLAMA_LATENT_PAIRS = 2,  /* RoPE turns neighbours together, always */
+    LLAMA_LATENT_EITHER = 4, /* rope_interleave says it; absent: they do */
+    LLAMA_LATENT_DENSE =
+        8, /* layers from first_k_dense_replace on have a mixture of experts, and there may be none */
+    LLAMA_LATENT_DEPTH =
+        16 /* MiniCPM's multipliers; v_head_dim that is absent or null: hidden_size / heads */
+};
+
 /* llama_family -- what is 0 is as in a Llama
  *   bias         what attention_bias gives; NONE: true is refused. bias_absent: it is true where it is absent; bias_always:
  *                whatever it says
@@ -61,6 +72,7 @@ typedef enum llama_norms {
  *   rope_idle    keys of the object of RoPE that change nothing
  *   rope_given   1: rope_scaling or rope_parameters must be there, as without them it is no RoPE of the type default
  *   norms        which ones a layer has
+ *   latent       how attention comes of a latent; LLAMA_LATENT_..., 0: it does not
  *   bos          1: bos_token_id cannot be null, and is not written
  *   keys         that count beside llama_keys, a blank around each; idle: that change nothing, beside llama_keys_idle
  */
@@ -76,7 +88,7 @@ typedef struct llama_family {
     double partial;
     int64_t original;
     unsigned ropes;
-    int interleaved, fused, rope_given, bos;
+    int interleaved, fused, rope_given, bos, latent;
     llama_norms norms;
     const char *keys, *idle, *rope_idle, *whole, *part, *others;
 } llama_family;
@@ -99,6 +111,10 @@ enum {
     LLAMA_IS_GEMMA3,
     LLAMA_IS_GEMMA2,
     LLAMA_IS_QWEN3_5,
+    LLAMA_IS_MINICPM3,
+    LLAMA_IS_YOUTU,
+    LLAMA_IS_DEEPSEEK_V2,
+    LLAMA_IS_DEEPSEEK_V3,
     LLAMA_FAMILIES
 };
 
@@ -159,7 +175,28 @@ static const llama_family llama_families[LLAMA_FAMILIES] = {
              "linear_conv_kernel_dim attn_output_gate mlp_only_layers ",
      .idle = " mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings ",
      .rope_idle = " mrope_section mrope_interleaved ",
-     .whole = "qwen3_5", .part = "model.language_model.", .others = " model.visual. mtp. "}};
+     .whole = "qwen3_5", .part = "model.language_model.", .others = " model.visual. mtp. "},
+    {.type = "minicpm3", .architecture = "MiniCPM3ForCausalLM", .bias = LLAMA_BIAS_QKVO, .latent = LLAMA_LATENT | LLAMA_LATENT_DEPTH,
+     .tied = 1, .norm_eps = 1e-5, .rope_theta = 1e4,
+     .keys = " q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim scale_emb scale_depth dim_model_base ",
+     .idle = " auto_map "},
+    {.type = "youtu", .architecture = "YoutuForCausalLM", .bias = LLAMA_BIAS_QKVO, .latent = LLAMA_LATENT | LLAMA_LATENT_EITHER,
+     .tied = 1, .norm_eps = 1e-6, .rope_theta = 1e4,
+     .keys = " q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave ",
+     .idle = " auto_map embedding_initializer_range "},
+    {.type = "deepseek_v2", .architecture = "DeepseekV2ForCausalLM", .bias = LLAMA_BIAS_QKVO,
+     .latent = LLAMA_LATENT | LLAMA_LATENT_PAIRS | LLAMA_LATENT_DENSE, .kv_heads = 1, .norm_eps = 1e-6, .rope_theta = 1e4,
+     .keys = " q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim first_k_dense_replace ",
+     .idle = " auto_map aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts "
+             "norm_topk_prob num_experts_per_tok output_router_logits routed_scaling_factor scoring_func seq_aux topk_group "
+             "topk_method "},
+    {.type = "deepseek_v3", .architecture = "DeepseekV3ForCausalLM", .bias = LLAMA_BIAS_QKVO,
+     .latent = LLAMA_LATENT | LLAMA_LATENT_EITHER | LLAMA_LATENT_DENSE, .norm_eps = 1e-6, .rope_theta = 1e4,
+     .keys = " q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim qk_head_dim v_head_dim rope_interleave "
+             "first_k_dense_replace ",
+     .idle = " auto_map aux_loss_alpha ep_size moe_intermediate_size moe_layer_freq n_group n_routed_experts n_shared_experts "
+             "norm_topk_prob num_experts_per_tok num_mtp_layers num_nextn_predict_layers output_router_logits "
+             "routed_scaling_factor scoring_func seq_aux topk_group topk_method "}};
 /* clang-format on */
 
 /* Keys of every family that count: they are used, or must say what is built. */

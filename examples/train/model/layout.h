@@ -8,7 +8,8 @@
  * wk wv wo gate up down of every layer, then the head unless it is the embedding) and vectors (f32; norm1, q_norm
  * and k_norm, the biases bq bk bv bo, norm2, the halves' post_norm1 and post_norm2 of every layer, then the last norm;
  * what the model has of these). With an output gate wg follows wq. A layer of linear attention has its matrices in the
- * place of wq wk wv wo, and in that of q_norm and k_norm what its rule reads in f32, the convolution too.
+ * place of wq wk wv wo, and in that of q_norm and k_norm what its rule reads in f32, the convolution too. With a latent
+ * q_down q_up (or wq) kv_down kv_up wo are there, and the norms of what both downs give.
  */
 #ifndef LLAMA_LAYOUT_H
 #define LLAMA_LAYOUT_H
@@ -24,6 +25,10 @@ typedef enum llama_kind {
     LLAMA_WK,
     LLAMA_WV,
     LLAMA_WO,
+    LLAMA_Q_DOWN, /* of what comes of a latent: to what Q is made of, to Q, to the latent and to K and V */
+    LLAMA_Q_UP,
+    LLAMA_KV_DOWN,
+    LLAMA_KV_UP,
     LLAMA_LINEAR_QKV,
     LLAMA_LINEAR_Z,
     LLAMA_LINEAR_B,
@@ -35,9 +40,13 @@ typedef enum llama_kind {
     LLAMA_LINEAR_NORM,
     LLAMA_QNORM,
     LLAMA_KNORM,
+    LLAMA_Q_DOWN_NORM,
+    LLAMA_KV_DOWN_NORM,
     LLAMA_BQ,
     LLAMA_BK,
     LLAMA_BV,
+    LLAMA_B_Q_DOWN,
+    LLAMA_B_KV_DOWN,
     LLAMA_BO,
     LLAMA_NORM2,
     LLAMA_POST_NORM1,
@@ -48,17 +57,20 @@ typedef enum llama_kind {
     LLAMA_NORM,
     LLAMA_HEAD,
     LLAMA_LORA_A, /* of each of llama_lora_kinds in turn */
-    LLAMA_LORA_B = LLAMA_LORA_A + 7,
-    LLAMA_KINDS = LLAMA_LORA_B + 7
+    LLAMA_LORA_B = LLAMA_LORA_A + 11,
+    LLAMA_KINDS = LLAMA_LORA_B + 11
 } llama_kind;
 
-enum { LLAMA_LORAS = LLAMA_LORA_B - LLAMA_LORA_A, LLAMA_LORAS_ATTENTION = 4 };
+enum { LLAMA_LORAS = LLAMA_LORA_B - LLAMA_LORA_A, LLAMA_LORAS_ATTENTION = 8 };
 
-static const llama_kind llama_lora_kinds[LLAMA_LORAS] = {LLAMA_WQ,   LLAMA_WK, LLAMA_WV,  LLAMA_WO,
-                                                         LLAMA_GATE, LLAMA_UP, LLAMA_DOWN};
+static const llama_kind llama_lora_kinds[LLAMA_LORAS] = {LLAMA_WQ,   LLAMA_WK,      LLAMA_WV,    LLAMA_Q_DOWN,
+                                                         LLAMA_Q_UP, LLAMA_KV_DOWN, LLAMA_KV_UP, LLAMA_WO,
+                                                         LLAMA_GATE, LLAMA_UP,      LLAMA_DOWN};
 static const char *const llama_lora_parts[LLAMA_LORAS] = {
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj",    "mlp.up_proj",      "mlp.down_proj"};
+    "self_attn.q_proj",    "self_attn.k_proj",   "self_attn.v_proj",
+    "self_attn.q_a_proj",  "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa",
+    "self_attn.kv_b_proj", "self_attn.o_proj",   "mlp.gate_proj",
+    "mlp.up_proj",         "mlp.down_proj"};
 
 /* llama_lora -- adapters of low rank: a target's matrix is W + alpha / rank * B * A
  *   rank     rows of A, columns of B; 0: there are none
@@ -69,6 +81,22 @@ typedef struct llama_lora {
     unsigned targets;
     double alpha;
 } llama_lora;
+
+/* The first of the targets that a model lacks, by its name; NULL: it has them all. */
+static inline const char *llama_lora_lacks(const llama_config *c, unsigned targets)
+{
+    int i;
+    for (i = 0; i < LLAMA_LORAS; ++i) {
+        const llama_kind kind = llama_lora_kinds[i];
+        const int has = kind == LLAMA_WQ                               ? c->q_rank == 0
+                        : kind == LLAMA_WK || kind == LLAMA_WV         ? c->kv_rank == 0
+                        : kind == LLAMA_Q_DOWN || kind == LLAMA_Q_UP   ? c->q_rank > 0
+                        : kind == LLAMA_KV_DOWN || kind == LLAMA_KV_UP ? c->kv_rank > 0
+                                                                       : 1;
+        if (targets >> i & 1 && !has) return strchr(llama_lora_parts[i], '.') + 1;
+    }
+    return NULL;
+}
 
 /* Groups of tensors. */
 enum { LLAMA_WEIGHTS, LLAMA_VECTORS, LLAMA_GROUPS };
@@ -125,7 +153,8 @@ static inline int llama_is_adapter(llama_kind kind)
 static inline int llama_is_norm(llama_kind kind)
 {
     return kind == LLAMA_NORM1 || kind == LLAMA_QNORM || kind == LLAMA_KNORM || kind == LLAMA_NORM2 ||
-           kind == LLAMA_POST_NORM1 || kind == LLAMA_POST_NORM2 || kind == LLAMA_NORM;
+           kind == LLAMA_POST_NORM1 || kind == LLAMA_POST_NORM2 || kind == LLAMA_NORM ||
+           kind == LLAMA_Q_DOWN_NORM || kind == LLAMA_KV_DOWN_NORM;
 }
 
 static inline int llama_is_vector(llama_kind kind)
@@ -174,8 +203,8 @@ static inline int llama_add(llama_layout *l, llama_kind kind, int64_t layer, con
     if (!upipe_mul(&t->n, rows, cols) || t->n > INT64_MAX / 16 - *group) return -1;
     t->unit = -1;
     if (!t->is_vector) {
-        if (kind == LLAMA_EMBED || kind == LLAMA_WQ || kind == LLAMA_LINEAR_QKV || kind == LLAMA_GATE ||
-            kind == LLAMA_HEAD)
+        if (kind == LLAMA_EMBED || kind == LLAMA_WQ || kind == LLAMA_Q_DOWN || kind == LLAMA_LINEAR_QKV ||
+            kind == LLAMA_GATE || kind == LLAMA_HEAD)
             l->first[l->units++] = t->at;
         t->unit = l->units - 1;
         l->first[l->units] = t->at + t->n;
@@ -192,8 +221,9 @@ static inline int llama_add_adapters(llama_layout *l, int64_t layer, int first, 
     int64_t *const adapted = &l->adapted[first > 0];
     int i;
     for (i = first, *adapted = 0; i < end; ++i) {
-        llama_tensor *const t = &l->tensors[*llama_place_of(l, llama_lora_kinds[i], layer) - 1];
+        llama_tensor *t;
         if (!(l->lora.targets >> i & 1)) continue;
+        t = &l->tensors[*llama_place_of(l, llama_lora_kinds[i], layer) - 1];
         t->lora = (int)(&l->tensors[l->n] - t);
         t->lora_at = *adapted;
         *adapted += t->n;
@@ -223,6 +253,35 @@ static inline int64_t llama_linear_channels(const llama_config *c)
     return 2 * c->linear_key_heads * c->linear_key_dim + llama_linear_values(c);
 }
 
+/* A layer's matrices of attention that comes of a latent. */
+static inline int llama_add_latent(llama_layout *l, int64_t i)
+{
+    const llama_config *c = &l->config;
+    const int64_t q = (int64_t)c->heads * c->head_dim;
+    return (c->q_rank > 0 ? llama_add(l, LLAMA_Q_DOWN, i, "self_attn.q_a_proj", c->q_rank, c->dim) ||
+                                llama_add(l, LLAMA_Q_UP, i, "self_attn.q_b_proj", q, c->q_rank)
+                          : llama_add(l, LLAMA_WQ, i, "self_attn.q_proj", q, c->dim)) ||
+           llama_add(l, LLAMA_KV_DOWN, i, "self_attn.kv_a_proj_with_mqa", c->kv_rank + c->turned_dim,
+                     c->dim) ||
+           llama_add(l, LLAMA_KV_UP, i, "self_attn.kv_b_proj", (int64_t)c->heads * (c->still_dim + c->v_dim),
+                     c->kv_rank) ||
+           llama_add(l, LLAMA_WO, i, "self_attn.o_proj", c->dim, (int64_t)c->heads * c->v_dim) ||
+           llama_add_adapters(l, i, 0, LLAMA_LORAS_ATTENTION);
+}
+
+/* And its vectors. Q that is projected at once has no bias, as transformers has it. */
+static inline int llama_add_latent_vectors(llama_layout *l, int64_t i)
+{
+    const llama_config *c = &l->config;
+    const int biased = c->attention_bias != LLAMA_BIAS_NONE;
+    return (c->q_rank > 0 && llama_add(l, LLAMA_Q_DOWN_NORM, i, "self_attn.q_a_layernorm", c->q_rank, 1)) ||
+           llama_add(l, LLAMA_KV_DOWN_NORM, i, "self_attn.kv_a_layernorm", c->kv_rank, 1) ||
+           (biased && c->q_rank > 0 && llama_add(l, LLAMA_B_Q_DOWN, i, "self_attn.q_a_proj", c->q_rank, 1)) ||
+           (biased && (llama_add(l, LLAMA_B_KV_DOWN, i, "self_attn.kv_a_proj_with_mqa",
+                                 c->kv_rank + c->turned_dim, 1) ||
+                       llama_add(l, LLAMA_BO, i, "self_attn.o_proj", c->dim, 1)));
+}
+
 /* A layer's matrices of attention. */
 static inline int llama_add_attention(llama_layout *l, int64_t i)
 {
@@ -236,6 +295,7 @@ static inline int llama_add_attention(llama_layout *l, int64_t i)
                llama_add(l, LLAMA_LINEAR_B, i, "linear_attn.in_proj_b", c->linear_heads, c->dim) ||
                llama_add(l, LLAMA_LINEAR_A, i, "linear_attn.in_proj_a", c->linear_heads, c->dim) ||
                llama_add(l, LLAMA_LINEAR_OUT, i, "linear_attn.out_proj", c->dim, values);
+    if (c->kv_rank > 0) return llama_add_latent(l, i);
     return llama_add(l, LLAMA_WQ, i, "self_attn.q_proj", q, c->dim) ||
            (llama_families[c->family].fused & LLAMA_FUSED_GATE &&
             llama_add(l, LLAMA_WG, i, "self_attn.g_proj", q, c->dim)) ||
@@ -255,6 +315,7 @@ static inline int llama_add_attention_vectors(llama_layout *l, int64_t i)
                llama_add(l, LLAMA_A_LOG, i, "linear_attn.A_log", c->linear_heads, 1) ||
                llama_add(l, LLAMA_DT_BIAS, i, "linear_attn.dt_bias", c->linear_heads, 1) ||
                llama_add(l, LLAMA_LINEAR_NORM, i, "linear_attn.norm", c->linear_value_dim, 1);
+    if (c->kv_rank > 0) return llama_add_latent_vectors(l, i);
     return (c->qk_norm && (llama_add(l, LLAMA_QNORM, i, "self_attn.q_norm", c->head_dim, 1) ||
                            llama_add(l, LLAMA_KNORM, i, "self_attn.k_norm", c->head_dim, 1))) ||
            (c->attention_bias != LLAMA_BIAS_NONE && (llama_add(l, LLAMA_BQ, i, "self_attn.q_proj", q, 1) ||
@@ -329,7 +390,8 @@ static inline void llama_layout_free(llama_layout *l)
 }
 
 /* llama_layout_init, llama_layout_adapted -- names, shapes and places of all tensors
- *   lora  adapters beside the model's own tensors, of a family that stores each matrix alone; NULL: none
+ *   lora  adapters beside the model's own tensors, of a family that stores each matrix alone, and of targets that the model
+ *         has (llama_lora_lacks); NULL: none
  *
  * Returns -1 where a size is not positive, there are more than LLAMA_LAYERS_MAX layers, or the bytes leave 63 bits;
  * LLAMA_LAYOUT_MEMORY where there is no memory for the table. Then nothing is to be freed.

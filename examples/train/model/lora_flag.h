@@ -8,7 +8,8 @@
 enum { LLAMA_LORA_TEXT = 64, LLAMA_LORA_RANK_MAX = 1024 };
 #define LLAMA_LORA_ALPHA_MAX 1e6
 
-static const char *const llama_lora_names[LLAMA_LORAS] = {"q", "k", "v", "o", "gate", "up", "down"};
+static const char *const llama_lora_names[LLAMA_LORAS] = {"q",    "k", "v",    "q_a", "q_b", "kv_a",
+                                                          "kv_b", "o", "gate", "up",  "down"};
 
 /* The bits of names with commas between them; 0: one is none, or is there twice. */
 static inline unsigned llama_lora_targets(char *text)
@@ -61,14 +62,19 @@ static inline upipe_status llama_layout_trained(llama_layout *l, const llama_con
     if (lora != NULL && llama_lora_parse(&adapters, lora) != 0)
         return upipe_fail(
             e, UPIPE_ERR_ARG,
-            "--lora is RANK:ALPHA:TARGETS, with a rank from 1 to %d and targets of q, k, v, o, gate, "
-            "up, down, not '%.64s'",
+            "--lora is RANK:ALPHA:TARGETS, with a rank from 1 to %d and targets of q, k, v, q_a, q_b, kv_a, "
+            "kv_b, o, gate, up, down, not '%.64s'",
             LLAMA_LORA_RANK_MAX, lora);
     if (lora != NULL && llama_families[c->family].fused)
         return upipe_fail(e, UPIPE_ERR_ARG, "--lora: a %s stores several matrices as one",
                           llama_families[c->family].type);
     if (lora != NULL && train != NULL)
         return upipe_fail(e, UPIPE_ERR_ARG, "--lora trains adapters alone: --train would have no effect");
+    if (llama_lora_lacks(c, adapters.targets) != NULL)
+        return upipe_fail(e, UPIPE_ERR_ARG,
+                          "--lora: this %s has no %s; its targets are %s, kv_a, kv_b, o, gate, up, down",
+                          llama_families[c->family].type, llama_lora_lacks(c, adapters.targets),
+                          c->q_rank > 0 ? "q_a, q_b" : "q");
     bad = llama_layout_adapted(l, c, &adapters);
     if (bad == LLAMA_LAYOUT_MEMORY)
         return upipe_fail(e, UPIPE_ERR_MEMORY, "out of memory: the table of the model's tensors");

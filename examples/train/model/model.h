@@ -96,6 +96,7 @@ static inline upipe_status model_init(model *m, const llama_layout *layout, cons
     d.heads = c->heads;
     d.kv_heads = c->kv_heads;
     d.head_dim = c->head_dim;
+    d.v_dim = c->v_dim;
     UPIPE_TRY(upipe_plan_init(&m->plan, &d, e));
     m->rows = m->plan.rows;
     m->accumulate = 1;

@@ -88,8 +88,18 @@ static inline upipe_status setting_linear(const setting *s, upipe_err *e)
     return UPIPE_OK;
 }
 
+/* What attention of a latent does not have. */
+static inline upipe_status setting_latent(const setting *s, upipe_err *e)
+{
+    if (s->how.segments == 0 || s->layout->config.kv_rank == 0) return UPIPE_OK;
+    return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                      "%d segments: K and V of a %s come of a latent, which is not built in segments",
+                      s->how.segments, llama_families[s->layout->config.family].type);
+}
+
 /* setting_model -- of one of all ranks
- *   errors  those of model_init and model_cut; UNSUPPORTED: nothing to overlap, or what linear attention does not have
+ *   errors  those of model_init and model_cut; UNSUPPORTED: nothing to overlap, or what linear attention or attention of a
+ *           latent does not have
  */
 static inline upipe_status setting_model(model *m, const setting *s, int rank, upipe_err *e)
 {
@@ -100,6 +110,7 @@ static inline upipe_status setting_model(model *m, const setting *s, int rank, u
     d.batch = s->batch;
     d.dtype = s->dtype;
     UPIPE_TRY(setting_linear(s, e));
+    UPIPE_TRY(setting_latent(s, e));
     UPIPE_TRY(model_init(m, s->layout, &d, e));
     UPIPE_TRY(method_overlapped(&s->how, &m->plan, e));
     UPIPE_TRY(model_cut(m, s->how.segments, e));

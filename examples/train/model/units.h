@@ -201,13 +201,17 @@ static inline float model_factor(double factor)
     return factor == 1 ? 0 : (float)factor;
 }
 
-/* Of what the embedding gives: Gemma's root is rounded to the type of the weights, as transformers does. */
+/* Of what the embedding gives: Gemma's root, and MiniCPM's factor, are rounded to the type of the weights, as transformers
+ * does. */
 static inline float model_embed_factor(const model_rank *r)
 {
     const llama_config *config = &r->m->layout->config;
-    const float root = (float)sqrt((double)config->dim);
-    if (!llama_families[config->family].gemma) return model_factor(config->embedding_multiplier);
-    return r->m->plan.desc.dtype == UPIPE_BF16 ? upipe_bf16_to_f32(upipe_f32_to_bf16(root)) : root;
+    const llama_family *family = &llama_families[config->family];
+    const float factor =
+        family->gemma ? (float)sqrt((double)config->dim) : model_factor(config->embedding_multiplier);
+    if (r->m->plan.desc.dtype != UPIPE_BF16 || !(family->gemma || family->latent & LLAMA_LATENT_DEPTH))
+        return factor;
+    return upipe_bf16_to_f32(upipe_f32_to_bf16(factor));
 }
 
 static inline float model_logit_scale(const llama_config *config)

@@ -218,6 +218,10 @@ static inline int llama_adapter_layout(llama_adapter *a, const llama_lora *lora,
     if (llama_families[config->family].fused)
         return llama_config_fail(err, path, "a %s stores several matrices as one",
                                  llama_families[config->family].type);
+    if (llama_lora_lacks(config, lora->targets) != NULL)
+        return llama_config_fail(err, path, "target_modules has %s, which this %s has not",
+                                 llama_lora_lacks(config, lora->targets),
+                                 llama_families[config->family].type);
     bad = llama_layout_adapted(&a->layout, config, lora);
     if (bad == LLAMA_LAYOUT_MEMORY)
         return llama_config_lost(err, UPIPE_ERR_MEMORY, path, "memory is out", "");
