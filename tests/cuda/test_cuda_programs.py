@@ -17,6 +17,7 @@ import tempfile
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'lib'))
 from checks import check, equal, load, needed, read, run_command, run_tests, tree, write  # pylint: disable=wrong-import-position
 from hybrid import CONFIG, random_tensors  # pylint: disable=wrong-import-position
+from latents import MODELS as LATENTS, random_tensors as latent_tensors  # pylint: disable=wrong-import-position
 from launch import free_port, run_fake  # pylint: disable=wrong-import-position
 from programs import BOOK, METHODS, TOP, npy, packed, write_model  # pylint: disable=wrong-import-position
 
@@ -243,35 +244,44 @@ def test_train_driver(_):
         check((got['driver_peak_bytes'], got['driver_plan_bytes']) == (want, want) and str(want) in said, f'{more}: {got}, not {want}')
 
 
-def test_linear(folder):
-    """A model with linear attention, and packed documents: ranks hold what their plans say, and have the CPU's numbers."""
-    if not there('train'):
-        return
-    config = {**CONFIG, 'num_hidden_layers': 2, 'full_attention_interval': 2}
-    model, text, ids, out = (os.path.join(folder, name) for name in ('model', 'text', 'ids', 'out'))
+def check_loaded(folder, name, config, tensors):
+    """A model that is loaded, and packed documents: ranks hold what their plans say, and have the CPU's numbers."""
+    model, text, ids, out = (os.path.join(folder, name + part) for part in ('', ' text', ' ids', ' out'))
     lengths = [70, 1, 25, 0, 64, 33] # of two windows, whose second rank begins within a chunk, and a target
-    write_model(model, config, random_tensors(config))
+    write_model(model, config, tensors)
     packed(text, read(BOOK)[3000:3000 + sum(lengths)], lengths, 1)
     flags = ['--load', model, '--tokens-file', text + '.bin', '--tokens', '96', '--sample', '0', '--lr', '1e-3', '--warmup', '0',
              '--steps', '2', '--device']
     for ranks, more in ('1', ['--activations', 'sac']), ('2', ['--offload', '--zero', '3']):
         want = numbers('train', *flags, 'cpu', '--ranks', ranks, *more)
         got = numbers('train', *flags, 'cuda', '--ranks', ranks, *more, FAKE_SEED=8, SIMT_SEED=8)
-        check(got['peak_bytes'] == got['plan_bytes'], f'{ranks} ranks: {got["peak_bytes"]} bytes, planned are {got["plan_bytes"]}')
+        check(got['peak_bytes'] == got['plan_bytes'], f'{name}, {ranks} ranks: {got["peak_bytes"]} bytes, planned are {got["plan_bytes"]}')
         for key in 'loss', 'grad_norm':
-            check(all(abs(a - b) < 1e-3 for a, b in zip(got[key], want[key])), f'{ranks} ranks: {key} {got[key]}, on the CPU {want[key]}')
+            check(all(abs(a - b) < 1e-3 for a, b in zip(got[key], want[key])),
+                  f'{name}, {ranks} ranks: {key} {got[key]}, on the CPU {want[key]}')
     one = [*flags, 'cpu', '--ranks', '2', '--dtype', 'bf16', '--steps', '1'] # a step of other roundings leads elsewhere
     want = numbers('train', *one)
     got = numbers('train', *(word if word != 'cpu' else 'cuda' for word in one), FAKE_SEED=8, SIMT_SEED=8)
     for key in 'loss', 'grad_norm':
-        check(abs(got[key][0] - want[key][0]) < 0.02 * want[key][0], f'bf16: {key} {got[key]}, on the CPU {want[key]}')
+        check(abs(got[key][0] - want[key][0]) < 0.02 * want[key][0], f'{name}, bf16: {key} {got[key]}, on the CPU {want[key]}')
     write(ids, npy(read(BOOK)[3000:3096]))
     logits = {}
     for device in 'cpu', 'cuda':
         ends(0, '', 'logits', '--load', model, '--ids', ids, '--out', out, '--ranks', '2', '--device', device)
         logits[device] = array.array('f', read(out)[128:])
     off = max(abs(a - b) for a, b in zip(logits['cpu'], logits['cuda']))
-    check(off <= 1e-4 * max(map(abs, logits['cpu'])), f'logits are off by {off}')
+    check(off <= 1e-4 * max(map(abs, logits['cpu'])), f'{name}: logits are off by {off}')
+
+
+def test_linear(folder):
+    if there('train'):
+        config = {**CONFIG, 'num_hidden_layers': 2, 'full_attention_interval': 2}
+        check_loaded(folder, 'linear', config, random_tensors(config))
+
+
+def test_latents(folder):
+    for name, config in LATENTS.items() if there('train') else ():
+        check_loaded(folder, name, config, latent_tensors(config))
 
 
 def test_world(_):
@@ -461,5 +471,5 @@ def test_bench(_):
 
 if __name__ == '__main__':
     sys.exit(run_tests('cuda_programs', test_examples, test_compare, test_avoid, test_probes, test_share, test_lazy,
-                       test_methods, test_train, test_train_driver, test_linear, test_world, test_world_failures,
+                       test_methods, test_train, test_train_driver, test_linear, test_latents, test_world, test_world_failures,
                        test_world_compare, test_world_alone, test_failures, *([test_bench, test_brief] if FULL else [])))
