@@ -184,8 +184,10 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_pass *f, upipe_view dx
                                    head, upi_weight_rows(f, f->w[UPI_PROJ_Q], type, q, UPI_PROJ_Q), 0));
         }
         for (which = UPI_PROJ_K; which <= UPI_PROJ_V; ++which) {
-            const upipe_view w = upi_weight_rows(f, f->w[which], type, kv, (upi_proj)which);
-            for (head = 0; f->w[which] != NULL && head < p->desc.kv_heads; head += n) {
+            upipe_view w;
+            if (f->w[which] == NULL) continue;
+            w = upi_weight_rows(f, f->w[which], type, kv, (upi_proj)which);
+            for (head = 0; head < p->desc.kv_heads; head += n) {
                 n = p->kv_grads_partial ? 1 : p->kv_per_rank;
                 UPIPE_TRY(
                     upi_tile_add(c, f, &tile, upi_kv_grad_matrix(c, f, head, (upi_proj)which), head, w, 0));
