@@ -337,11 +337,7 @@ static void test_saved_after_failure(int own_dout, upipe_latent_form form)
         dry->mem.guard = fail_alloc_guard;
         dry->mem.user = &fails;
         s = upipe_latent_layer_bwd(c, &l, x, &kv, &g, &save, own_dout ? &dout : &save.out, x, &kv);
-        dry->mem.guard = NULL;
-        CHECK_STATUS(s, s == UPIPE_OK ? UPIPE_OK : UPIPE_ERR_MEMORY, c->err);
-        CHECK_STATUS(upipe_saved_free(c, &save), UPIPE_OK, c->err);
-        CHECK_STATUS(upipe_free(c, dout.data), UPIPE_OK, c->err);
-        CHECK_INT(dry->mem.live, 0);
+        check_save(dry, s, &save, &dout);
         buffers_free(0);
     }
     CHECK(at > 12);

@@ -201,11 +201,7 @@ static void test_saved_after_failure(int call, int reads_o)
         dry->mem.user = &fails;
         s = call == 1 ? upipe_layer_out_bwd(c, &l, &g, &save, x)
                       : upipe_layer_bwd(c, &l, x, &g, &save, call == 0 ? &dout : &save.out, x);
-        dry->mem.guard = NULL;
-        CHECK_STATUS(s, s == UPIPE_OK ? UPIPE_OK : UPIPE_ERR_MEMORY, c->err);
-        CHECK_STATUS(upipe_saved_free(c, &save), UPIPE_OK, c->err);
-        CHECK_STATUS(upipe_free(c, dout.data), UPIPE_OK, c->err);
-        CHECK_INT(dry->mem.live, 0);
+        check_save(dry, s, &save, &dout);
         buffers_free(0);
     }
     CHECK(at > 3);

@@ -567,6 +567,9 @@ static upipe_status null_argument(host *h, int n, verdict *v)
     SAYS("the call or its plan is NULL", upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
          h->q.plan = NULL; WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_qkv(dry, &h->q);
          h->c.err = dry->ctx.err; free(dry); return s);
+    SAYS("the call or its plan is NULL", upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
+         h->m.plan = NULL; WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_latent(dry, &h->m);
+         h->c.err = dry->ctx.err; free(dry); return s);
     SAYS("the segments are NULL", upipe_dry *dry = (upipe_dry *)malloc(sizeof *dry); upipe_status s;
          WELL(upipe_dry_init(dry, &h->plan, &h->ops)); s = upipe_dry_fpdt(dry, NULL); h->c.err = dry->ctx.err;
          free(dry); return s);
@@ -1197,6 +1200,8 @@ static void well_without_context(host *h)
     CHECK(upipe_layer_fwd(NULL, &h->l, &h->save, h->x) ==
           UPIPE_ERR_ARG); /* there is no place for a sentence */
     CHECK(upipe_qkv_fwd(NULL, &h->q, &h->save) == UPIPE_ERR_ARG);
+    CHECK(upipe_latent_fwd(NULL, &h->m, &h->save) == UPIPE_ERR_ARG);
+    CHECK(upipe_latent_layer_fwd(NULL, &h->ml, &h->save, h->x, &h->m.kv) == UPIPE_ERR_ARG);
 }
 
 typedef void well(host *h);

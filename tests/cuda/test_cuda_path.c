@@ -225,6 +225,34 @@ static void test_qkv(void)
     }
 }
 
+/* K and V of a latent, sent as heads or gathered, with Q of the host and with Q by stages. */
+static void test_latent(void)
+{
+    static const struct {
+        int h, ranks, chunk, bare;
+        upipe_latent_form form;
+        upipe_dtype dtype;
+    } cases[] = {
+        {4, 1, 2, 0, UPIPE_LATENT_HEADS, UPIPE_BF16},    {4, 2, 2, 0, UPIPE_LATENT_GATHERED, UPIPE_BF16},
+        {8, 4, 4, 1, UPIPE_LATENT_GATHERED, UPIPE_F32},  {4, 2, 4, 1, UPIPE_LATENT_HEADS, UPIPE_BF16},
+        {5, 2, 2, 0, UPIPE_LATENT_GATHERED, UPIPE_BF16},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        run_case t =
+            run_of(21, cases[i].h, cases[i].h, 40, 32, cases[i].ranks, cases[i].chunk, cases[i].dtype);
+        t.shape.latent = 24;
+        t.shape.key = 16;
+        t.shape.v_dim = 32;
+        t.shape.batch = 1 + (int)i % 2;
+        t.shape.bare = cases[i].bare;
+        t.shape.naive = NAIVE_NARROW;
+        if (!cases[i].bare) t.shape.q_dim = 20, t.shape.rope = 2, t.shape.projected = 1;
+        t.form = cases[i].form;
+        t.tile_rows = 16;
+        check_orders(&t, 2);
+    }
+}
+
 /* Every mask through the block, on one rank and on several, in stages: against the truth, in the plan's bytes. */
 static void test_masked(void)
 {
@@ -308,6 +336,7 @@ int main(int argc, char **argv)
     TEST(test_side_unordered());
     TEST(test_blocks());
     TEST(test_qkv());
+    TEST(test_latent());
     TEST(test_uneven());
     TEST(test_masked());
     TEST(test_refusals());

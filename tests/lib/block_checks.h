@@ -3,6 +3,7 @@
  *     check_chunks(&test)                             the same bits over C and U, as far as they are promised
  *     check_begun(&test, terms)                       gradients are added to what lies there
  *     check_out_of_memory(&test, 1, 40)               every allocation fails once, on each rank in turn
+ *     check_save(dry, s, &save, &dout)                what a backward leaves that may have run out of memory
  *     check_differ(&test, rank, status, others, words)   a rank that runs something else
  */
 #ifndef UPIPE_TEST_BLOCK_CHECKS_H
@@ -140,6 +141,19 @@ __attribute__((unused)) static void check_out_of_memory(run_case *t, int sticky,
         }
         CHECK_SAY(at > least && at < 1000, "%ld takes", at);
     }
+}
+
+/* Behind a backward in a dry run whose pool refused a block, or none: its save can be freed, and the host's dO, and nothing
+ * else is left. */
+__attribute__((unused)) static void check_save(upipe_dry *dry, upipe_status s, upipe_saved *save,
+                                               const upipe_slots *dout)
+{
+    upipe_ctx *c = &dry->ctx;
+    dry->mem.guard = NULL;
+    CHECK_STATUS(s, s == UPIPE_OK ? UPIPE_OK : UPIPE_ERR_MEMORY, c->err);
+    CHECK_STATUS(upipe_saved_free(c, save), UPIPE_OK, c->err);
+    CHECK_STATUS(upipe_free(c, dout->data), UPIPE_OK, c->err);
+    CHECK_INT(dry->mem.live, 0);
 }
 
 /* ---- ranks that do not agree ---- */
