@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""test_latents.py TRAIN LOGITS PLAN -- train, and logits beside it, on models whose K and V come of a latent, from the outside
+"""test_latents.py TRAIN LOGITS PLAN -- train, and logits beside it, on models whose K and V come from a latent, from the outside
 
 A small random Youtu-LLM whose latent is gathered, and a dense DeepSeek-V2 whose heads are sent. Logits have one rank's bits
 with every method of teams; what is sharded, kept or moved to the host changes none; documents have the losses that they have
@@ -165,10 +165,10 @@ def test_refusals(folder):
     begin()
     base = {'load': 'heads', 'data': 'text', 'tokens': TOKENS, 'ranks': 2, 'save': 'out', 'json': 'out.json'}
     for more in ({'method': 'fpdt', 'segments': 3}, {'method': 'upipe-fpdt', 'segments': 3}):
-        refused([TRAIN, *words_of({**base, **more})], folder, 1, ['3 segments: K and V of a deepseek_v2 come of a latent'])
+        refused([TRAIN, *words_of({**base, **more})], folder, 1, ['3 segments: K and V of a deepseek_v2 come from a latent'])
     write('ids.npy', npy(read('text')[:TOKENS]))
     refused([LOGITS, *words_of({'load': 'heads', 'ids': 'ids.npy', 'out': 'out.npy', 'ranks': 2, 'method': 'fpdt'})], folder, 1,
-            ['4 segments: K and V of a deepseek_v2 come of a latent'])
+            ['4 segments: K and V of a deepseek_v2 come from a latent'])
     refused([PLAN, '--model', 'heads', '--machine', 'h100x8', '--tokens', '1M'], folder, 2, ['K and V of a latent', 'train --plan'])
     for device in 'cpu', 'cuda':
         done = run_command([TRAIN, *words_of({'load': 'gathered', 'tokens': TOKENS, 'ranks': 2, 'plan': True, 'device': device})])

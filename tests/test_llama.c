@@ -504,7 +504,7 @@ static void check_linear(const golden *g)
     }
 }
 
-/* A model whose K and V come of a latent: in teams of every size with every chunk, in rings, and whatever is kept; in short
+/* A model whose K and V come from a latent: in teams of every size with every chunk, in rings, and whatever is kept; in short
  * one model, and no rings. */
 static void check_latent(const golden *g)
 {

@@ -88,7 +88,7 @@ static void host_plan(host *h, upipe_plan *p, int chunk)
     CHECK_STATUS(upipe_plan_init(p, &d, &h->c.err), UPIPE_OK, h->c.err);
 }
 
-/* Heads whose K and V come of a latent, by both doors; kv_b_proj lies where wk does. */
+/* Heads whose K and V come from a latent, by both doors; kv_b_proj lies where wk does. */
 static void host_latent(host *h)
 {
     upipe_plan_desc d = h->plan.desc;

@@ -2,7 +2,7 @@
 """test_transformers.py TRAIN TOP -- train, and logits beside it, against Hugging Face's transformers, with biases
 
 Small random models that transformers has saved: Qwen2, and Llama and Qwen3 with biases of all four projections; Llama
-with every type of RoPE, whose rates are held to transformers' own to 1e-6; families whose K and V come of a latent. Loss, logits and the gradient of every tensor are
+with every type of RoPE, whose rates are held to transformers' own to 1e-6; families whose K and V come from a latent. Loss, logits and the gradient of every tensor are
 compared with PyTorch in double precision; errors are held to those of transformers in f32, by the rule of lib/tolerance.h.
 Losses of trainings, one of them at 4k with YaRN, are PyTorch's, and so are gradients of an adapter, in PEFT's files. What
 train saves, transformers reads. Where no Python here has both packages the test is left out (status 77).

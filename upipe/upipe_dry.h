@@ -393,7 +393,7 @@ UPIPE_API upipe_status upipe_dry_qkv(upipe_dry *dry, const upipe_qkv *a)
     return upipe_qkv_bwd(c, &own, &g, &save);
 }
 
-/* upipe_dry_latent -- the same where K and V come of a latent
+/* upipe_dry_latent -- the same where K and V come from a latent
  *   a       plan, mask, scale and form; of its views the widths of c and kr are read. The host's tensors are not counted
  *   errors  those of upipe_latent_fwd and upipe_latent_bwd but for transport and memory
  */

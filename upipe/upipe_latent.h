@@ -1,4 +1,4 @@
-/* upipe_latent.h -- context-parallel attention whose K and V come of a latent (MLA: DeepSeek-V3, Kimi K2, MiniCPM3)
+/* upipe_latent.h -- context-parallel attention whose K and V come from a latent (MLA: DeepSeek-V3, Kimi K2, MiniCPM3)
  *
  * A token has a latent c of r numbers and a rotated key kr of dr numbers, which all heads share. K and V of head h are
  * expanded from them: K_h = [c Wuk_h^T, kr], V_h = c Wuv_h^T. The door is upipe_qkv.h's with c and kr in place of K and V:
@@ -32,7 +32,7 @@ typedef enum upipe_latent_form {
     UPIPE_LATENT_GATHERED
 } upipe_latent_form;
 
-/* upipe_latent_kv -- what K and V come of
+/* upipe_latent_kv -- what K and V are expanded from
  *   form     how K' and V' come; all ranks have the same. In a ring heads are sent
  *   c        [rows][1][r]: after its norm
  *   kr       [rows][1][dr]: rotated; dr < head_dim

@@ -1,4 +1,4 @@
-/* upipe_latent_layer.h -- the attention block of a model whose K and V come of a latent: Q by stages, O in slots
+/* upipe_latent_layer.h -- the attention block of a model whose K and V come from a latent: Q by stages, O in slots
  *
  * What is small at a token is the host's: c and kr of upipe_latent.h, and xq, of which Q is projected (x, or the norm of
  * x Wdq^T). What is large comes by stages: Q, K and V of all heads are never held. Slots hold heads of max(d, v_dim), as Q is
@@ -64,7 +64,7 @@ UPIPE_API upipe_status upi_latent_check_layer(upipe_ctx *c, const upipe_layer *l
     if (l->wv != NULL || l->bq != NULL || l->bk != NULL || l->bv != NULL || l->q_norm_weight != NULL ||
         l->k_norm_weight != NULL || l->norm_eps != 0 || l->wg != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_UNSUPPORTED,
-                          "wv, wg, bq, bk, bv or norms of heads in a layer whose K and V come of a latent");
+                          "wv, wg, bq, bk, bv or norms of heads in a layer whose K and V come from a latent");
     if (l->rope_dims != 0 || (!rotates && (l->rope_interleaved || l->rope_factor != 0)))
         return upipe_fail(&c->err, UPIPE_ERR_ARG,
                           "rope_dims is not read, as kr says it; or rope_interleaved or rope_factor without "

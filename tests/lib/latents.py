@@ -1,4 +1,4 @@
-"""latents.py -- small random models whose K and V come of a latent: one gathers it on few ranks, of the other heads are sent"""
+"""latents.py -- small random models whose K and V come from a latent: one gathers it on few ranks, of the other heads are sent"""
 
 import array
 import random

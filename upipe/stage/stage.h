@@ -60,6 +60,7 @@ UPIPE_API void upi_pass_init(const upipe_ops *ops, upi_pass *f, const upipe_laye
 UPIPE_API upipe_status upi_out_begin(upipe_ctx *c, upi_pass *f, const upipe_layer *l, upipe_view y,
                                      const upipe_saved *save)
 {
+    memset(f, 0, sizeof *f);
     UPIPE_TRY(upi_check_out(c, l, y, save));
     if (l->wg != NULL)
         return upipe_fail(&c->err, UPIPE_ERR_ARG,

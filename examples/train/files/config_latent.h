@@ -1,4 +1,4 @@
-/* config_latent.h -- what a config.json says of attention whose K and V come of a latent, and what follows from it
+/* config_latent.h -- what a config.json says of attention whose K and V come from a latent, and what follows from it
  *
  * llama_config_numbers has read the rows of llama_fields. Here is what must agree with them, and what transformers makes of
  * several. Functions return 0, or fill *err and return -1.

@@ -56,7 +56,7 @@ typedef struct llama_config {
     double rope_short[LLAMA_ROPE_PAIRS], rope_long[LLAMA_ROPE_PAIRS];
     /* Of linear attention, where a layer has it: heads of v, and of q and k; their dimensions; rows of the convolution */
     int64_t linear_heads, linear_key_heads, linear_key_dim, linear_value_dim, linear_taps;
-    /* Of attention whose K and V come of a latent: of each token numbers of what Q is made of (0: of the token itself), and of
+    /* Of attention whose K and V come from a latent: of each token numbers of what Q is made of (0: of the token itself), and of
      * the latent (0: there is none); of a head of Q and K elements that do not turn, and that do, together head_dim; of V.
      * pairs: neighbours turn together */
     int64_t q_rank, kv_rank;

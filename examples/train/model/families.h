@@ -33,7 +33,7 @@ typedef enum llama_norms {
     LLAMA_NORMS_RESULTS /* of these alone */
 } llama_norms;
 
-/* Attention whose K and V come of a latent of each token. */
+/* Attention whose K and V come from a latent of each token. */
 enum {
     LLAMA_LATENT = 1,
     LLAMA_LATENT_PAIRS = 2,  /* RoPE turns neighbours together, always */
@@ -72,7 +72,7 @@ enum {
  *   rope_idle    keys of the object of RoPE that change nothing
  *   rope_given   1: rope_scaling or rope_parameters must be there, as without them it is no RoPE of the type default
  *   norms        which ones a layer has
- *   latent       how attention comes of a latent; LLAMA_LATENT_..., 0: it does not
+ *   latent       how attention comes from a latent; LLAMA_LATENT_..., 0: it does not
  *   bos          1: bos_token_id cannot be null, and is not written
  *   keys         that count beside llama_keys, a blank around each; idle: that change nothing, beside llama_keys_idle
  */

@@ -1,4 +1,4 @@
-/* latent.h -- attention whose K and V come of a latent: what is a token's own, around the library's layer
+/* latent.h -- attention whose K and V come from a latent: what is a token's own, around the library's layer
  *
  *     down.q = x Wqd^T            q_a_proj, and its norm: what Q is made of; where the model has none, that is x
  *     down.kv = [c, kr]           kv_a_proj_with_mqa: x Wkd^T. c has a norm, and kr is turned

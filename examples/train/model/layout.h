@@ -25,7 +25,7 @@ typedef enum llama_kind {
     LLAMA_WK,
     LLAMA_WV,
     LLAMA_WO,
-    LLAMA_Q_DOWN, /* of what comes of a latent: to what Q is made of, to Q, to the latent and to K and V */
+    LLAMA_Q_DOWN, /* of what comes from a latent: to what Q is made of, to Q, to the latent and to K and V */
     LLAMA_Q_UP,
     LLAMA_KV_DOWN,
     LLAMA_KV_UP,
@@ -253,7 +253,7 @@ static inline int64_t llama_linear_channels(const llama_config *c)
     return 2 * c->linear_key_heads * c->linear_key_dim + llama_linear_values(c);
 }
 
-/* A layer's matrices of attention that comes of a latent. */
+/* A layer's matrices of attention that comes from a latent. */
 static inline int llama_add_latent(llama_layout *l, int64_t i)
 {
     const llama_config *c = &l->config;

@@ -93,7 +93,7 @@ static inline upipe_status setting_latent(const setting *s, upipe_err *e)
 {
     if (s->how.segments == 0 || s->layout->config.kv_rank == 0) return UPIPE_OK;
     return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                      "%d segments: K and V of a %s come of a latent, which is not built in segments",
+                      "%d segments: K and V of a %s come from a latent, which is not built in segments",
                       s->how.segments, llama_families[s->layout->config.family].type);
 }
 
