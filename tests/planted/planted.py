@@ -13,7 +13,8 @@ where it fails or hangs. The result is matrix.tsv, a line a bug.
     planted.py --most SECONDS       of each bug tests that take so long together
     planted.py --only pool 'step'   the bugs of a list, or whose text has a word
     planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
-    planted.py --check              only whether each bug has its place in the code, and the page what is kept
+    planted.py --check              only whether each bug has its place in the code and compiles there, and the page what
+                                    is kept
     planted.py --page               prints what docs/testing.md has of matrix.tsv
     planted.py --some               each with the test that saw it first, as many as UPIPE_MUTANTS_SECONDS (60) allow, of
                                     those that were seen within 10 s, and not of transports, where a bug may show by chance;
@@ -52,6 +53,9 @@ CHANCE = {'transports'}  # a wait that is left out shows by chance
 TRIES = 3
 EMULATED = {'simt', 'fake'}  # suites: for the bugs that name a test of them
 ALSO = {'nccl'}  # over the fake device
+# What --check compiles: it has all of the library and of the programs that needs no other one.
+COMPILED = ('upipe/upipe.h', 'examples/train/train.c', 'examples/train/logits.c', 'examples/plan/plan.c',
+            'examples/compare/compare.c', 'examples/bindings/c/upipe_abi.c')
 # What reads the tree, which the copy is not.
 TREE = {'api', 'headers', 'layers', 'planted', 'runner', 'setup'}
 PYTHON = '''import os
@@ -345,7 +349,7 @@ def page(bugs):
 
 
 def check(bugs):
-    """Each bug has its place, and Python is none the worse for it; what is kept is of these bugs; the page has it."""
+    """Each bug has its place and compiles there; what is kept is of these bugs; the page has it."""
     by_file, wrong = {}, []
     for bug in bugs:
         by_file.setdefault(bug.file, []).append(bug)
@@ -363,6 +367,15 @@ def check(bugs):
         text = source.read()
     wrong += [f'docs/testing.md lacks this line of planted.py --page: {line}'
               for line in page(bugs).split('\n') if line not in text]
+    if not wrong:
+        with tempfile.TemporaryDirectory() as folder:
+            tree = make_copy(folder, bugs)
+            for name in COMPILED:
+                words = ['cc', '-x', 'c', '-std=c11', '-D_GNU_SOURCE', '-DUPIPE_PROGRAM', '-march=native', '-fsyntax-only', '-w',
+                         '-I.', name]
+                done = subprocess.run(words, cwd=tree, stderr=subprocess.PIPE, text=True, check=False)
+                if done.returncode:
+                    wrong.append(done.stderr.strip())
     for line in wrong:
         print(line, file=sys.stderr)
     print(f'planted: {len(bugs)} bugs in {len(by_file)} files, {len(wrong)} breaches')
