@@ -3,7 +3,7 @@
 
 Measures the rate of fused multiply-adds and the bandwidth of memory, validates everyone against NumPy in double
 precision, then times: all take turns, and the medians count. Operations are 4 d a visible pair of query and key forward
-and 10 d backward, for everyone; the peak is measured in the same turns, with the vectors that our kernels use and as
+and 10 d backward (2 d of keys and 2 d of values; 6 d and 4 d), for everyone; the peak is measured in the same turns, with the vectors that our kernels use and as
 many threads. A peer's ratio is our rate over its rate: above 1 we are faster.
 
 Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
@@ -31,6 +31,10 @@ def heads_of(tokens):
     return max(2, min(16, 16384 // tokens))
 
 
+def dims_of(line):
+    return '/'.join(str(line[name]) for name in ('head_dim', 'v_dim') if name in line)
+
+
 class Attn(rates.Rates):
     name, text, prefix, peers, bounds = 'attn', __doc__, 'attn_', PEERS, BOUNDS
     # What PyPI calls them: oneDNN is the one in PyTorch, and llama-cpp-python carries ggml's sources.
@@ -40,6 +44,8 @@ class Attn(rates.Rates):
 
     def flags(self, parser):
         common.add_list(parser, '--dims', 'head dims', [64, 128])
+        parser.add_argument('--v-dim', type=common.positive, metavar='N',
+                            help="head dim of values, where it is not the keys'; ours alone, as peers have one head dim")
         common.add_list(parser, '--dtypes', 'storage types', DTYPES, DTYPES)
         common.add_list(parser, '--masks', 'masks', MASKS, MASKS)
         common.add_list(parser, '--tokens', 'lengths', [1024, 2048, 4096, 8192, 16384])
@@ -49,10 +55,12 @@ class Attn(rates.Rates):
     def problems(self):
         given = self.options
         for dim, dtype, mask, threads in itertools.product(given.dims, given.dtypes, given.masks, given.threads):
-            yield attn_peers.Problem(*VALIDATED, dim, dtype, mask == 'causal'), threads
+            yield attn_peers.Problem(*VALIDATED, dim, dtype, mask == 'causal', v_dim=given.v_dim), threads
 
     def open(self):
         self.makers = {'ours': attn_peers.Ours, **attn_peers.CONTESTANTS}
+        if self.options.v_dim:
+            self.options.peers = [name for name in self.options.peers if name == 'bf16']
         threads = self.options.threads
         return {**super().open(), 'peak_gflops': {n: round(1e-9 * self.ours.peak(n), 1) for n in threads},
                 'triad_gb_per_s': {n: round(1e-9 * self.ours.bandwidth(n, BANDWIDTH_FLOATS), 1) for n in threads}}
@@ -65,10 +73,11 @@ class Attn(rates.Rates):
                    mask == 'causal', threads)
 
     def run(self, tokens, dim, dtype, causal, threads):
-        return super().run(attn_peers.Problem(tokens, heads_of(tokens), dim, dtype, causal), threads)
+        return super().run(attn_peers.Problem(tokens, heads_of(tokens), dim, dtype, causal, v_dim=self.options.v_dim),
+                           threads)
 
     def cells(self, line):
-        return [rates.NAMES[line['op'][-3:]], str(line['head_dim']), line['dtype'],
+        return [rates.NAMES[line['op'][-3:]], dims_of(line), line['dtype'],
                 'causal' if line['causal'] else 'full', f"{line['tokens']:,} x {line['heads']}",
                 str(line['threads'])]
 

@@ -2,7 +2,7 @@
 
 Contestants and a problem as rates.py has them: `ours` and CONTESTANTS are made once, of the options (a LookupError says
 why one cannot be had). Results are o, dq, dk, dv and lse, those that a contestant has: f32 [tokens][heads][d], lse
-[tokens][heads].
+[tokens][heads]. Peers have one head dim; a problem whose values have another one is for ours alone.
 
 All get the same numbers, each in the layout that suits it; nothing is converted, copied or allocated by us in a call.
 """
@@ -33,24 +33,32 @@ class Problem:
     gradient of o, f32 [tokens][heads][d] that the data type holds. Peers know no mask but `causal`.
 
     keys      as many as tokens, unless given
+    v_dim     head dim of values; that of queries and keys, unless given
     repeated  every row is one of 64, and q five times as large, in place of normal values
     """
 
-    def __init__(self, tokens, heads, head_dim, dtype, causal, *, keys=None, window=0, packed=(), softcap=0,
-                 repeated=False):
+    def __init__(self, tokens, heads, head_dim, dtype, causal, *, keys=None, v_dim=None, window=0, packed=(),
+                 softcap=0, repeated=False):
         self.tokens, self.heads, self.head_dim, self.dtype, self.causal = tokens, heads, head_dim, dtype, causal
         self.keys, self.window, self.softcap, self.repeated = keys or tokens, window, softcap, repeated
+        self.v_dim = v_dim or head_dim
         self.cu_seqlens = np.cumsum([0, *packed], dtype=np.int64)
         self.fields = {'head_dim': head_dim, 'dtype': dtype, 'causal': causal, 'tokens': tokens, 'heads': heads}
-        self.about = f'head dim {head_dim}, {dtype}, {"causal" if causal else "full"}'
+        if v_dim:
+            self.fields['v_dim'] = v_dim
+        self.about = f'head dim {self.dims()}, {dtype}, {"causal" if causal else "full"}'
         random = np.random.default_rng(1)
-        made = [self.draw(random, n) for n in (tokens, self.keys, self.keys, tokens)]
+        made = [self.draw(random, n, d) for n, d in ((tokens, head_dim), (self.keys, head_dim), (self.keys, self.v_dim),
+                                                     (tokens, self.v_dim))]
         if repeated:
             made[0] *= np.float32(5)
         self.q, self.k, self.v, self.go = [rates.to_f32(rates.to_bf16(x)) for x in made] if dtype == 'bf16' else made
 
-    def draw(self, random, n):
-        shape = TABLE if self.repeated else n, self.heads, self.head_dim
+    def dims(self):
+        return str(self.head_dim) if self.v_dim == self.head_dim else f'{self.head_dim}/{self.v_dim}'
+
+    def draw(self, random, n, d):
+        shape = TABLE if self.repeated else n, self.heads, d
         values = random.standard_normal(shape, dtype=np.float32)
         return values[random.integers(TABLE, size=n)] if self.repeated else values
 
@@ -72,16 +80,17 @@ class Problem:
         return self.heads * int((end - first).sum())
 
     def flop(self, op):
-        """Two products of 2 d operations a pair forward, five backward: recomputing the scores is one of them."""
-        return (4 if op == 'fwd' else 10) * self.head_dim * self.pairs()
+        """2 d operations a pair and product: one with keys and one with values forward; three and two backward, as scores
+        are recomputed."""
+        return 2 * self.pairs() * (self.head_dim + self.v_dim if op == 'fwd' else 3 * self.head_dim + 2 * self.v_dim)
 
     def stored(self, x):
         return rates.to_bf16(x) if self.dtype == 'bf16' else x.copy()
 
     def reference(self):
         """o, lse, dq, dk, dv in double precision, by the definition."""
-        out = {'o': np.empty(self.q.shape), 'dq': np.empty(self.q.shape), 'dk': np.empty(self.k.shape),
-               'dv': np.empty(self.k.shape)}
+        out = {'o': np.empty(self.go.shape), 'dq': np.empty(self.q.shape), 'dk': np.empty(self.k.shape),
+               'dv': np.empty(self.v.shape)}
         out['lse'] = np.empty((self.tokens, self.heads))
         scale, keys = self.head_dim ** -0.5, np.arange(self.keys)
         first, end = (side[:, None] for side in self.sight())
@@ -116,7 +125,7 @@ class Case(ctypes.Structure):
     _fields_ = [*((name, POINTER) for name in ('q', 'k', 'v', 'o', 'go', 'dq', 'dk', 'dv', 'lse', 'delta', 'work',
                                                'cu_seqlens')),
                 *((name, INT64) for name in ('work_bytes', 'tokens', 'keys', 'cu_seqlens_n', 'window')),
-                *((name, INT32) for name in ('heads', 'head_dim', 'causal', 'bf16')), ('softcap', ctypes.c_float)]
+                *((name, INT32) for name in ('heads', 'head_dim', 'v_dim', 'causal', 'bf16')), ('softcap', ctypes.c_float)]
 
 
 class Ours(common.Kernels):
@@ -132,11 +141,11 @@ class Ours(common.Kernels):
     def serve(self, p, threads):
         handle = self.open(threads)
         arrays = {name: p.stored(getattr(p, name)) for name in ('q', 'k', 'v', 'go')}
-        arrays.update(o=np.zeros_like(arrays['q']), dq=np.zeros_like(arrays['q']))
+        arrays.update(o=np.zeros_like(arrays['go']), dq=np.zeros_like(arrays['q']))
         arrays.update(dk=np.zeros_like(p.k), dv=np.zeros_like(p.v))
         arrays.update({name: np.zeros((p.tokens, p.heads), np.float32) for name in ('lse', 'delta')})
-        case = Case(tokens=p.tokens, keys=p.keys, heads=p.heads, head_dim=p.head_dim, causal=p.causal,
-                    bf16=p.dtype == 'bf16', window=p.window, softcap=p.softcap,
+        case = Case(tokens=p.tokens, keys=p.keys, heads=p.heads, head_dim=p.head_dim, v_dim=p.v_dim,
+                    causal=p.causal, bf16=p.dtype == 'bf16', window=p.window, softcap=p.softcap,
                     **{name: array.ctypes.data for name, array in arrays.items()})
         if len(p.cu_seqlens) > 1:
             case.cu_seqlens, case.cu_seqlens_n = p.cu_seqlens.ctypes.data, len(p.cu_seqlens) - 1

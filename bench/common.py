@@ -33,7 +33,7 @@ PEER_ISA = {
 }
 
 # Fields that say which case a line is about.
-CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap',
+CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'v_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap',
         'heads', 'kv_heads', 'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes', 'ranks',
         'ring', 'segments', 'chunk', 'tokens', 'threads', 'products']
 # Measured fields: 1 where more is better, -1 where less is.

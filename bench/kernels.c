@@ -21,8 +21,8 @@
 #include <arm_neon.h>
 #endif
 
-/* bench_case -- one attention call, packed: q, o and their gradients [tokens][heads][head_dim], k, v and theirs
- *   [keys][heads][head_dim]
+/* bench_case -- one attention call, packed: q and its gradient [tokens][heads][head_dim], o and its own
+ *   [tokens][heads][v_dim]; k, v and theirs the same of keys
  *   dk dv       f32; the others are bf16 if `bf16`, else f32
  *   lse delta   f32 [tokens][heads]
  *   work        work_bytes of bench_attn_bytes, 64-byte aligned
@@ -34,7 +34,7 @@ typedef struct bench_case {
     void *work;
     const int64_t *cu_seqlens;
     int64_t work_bytes, tokens, keys, cu_seqlens_n, window;
-    int32_t heads, head_dim, causal, bf16;
+    int32_t heads, head_dim, v_dim, causal, bf16;
     float softcap;
 } bench_case;
 
@@ -234,8 +234,8 @@ static upipe_attn_grad arguments(const bench_case *c)
     memset(&g, 0, sizeof g);
     g.a.q = upipe_view_packed(c->q, dtype, c->tokens, c->heads, c->head_dim);
     g.a.k = upipe_view_packed(c->k, dtype, c->keys, c->heads, c->head_dim);
-    g.a.v = upipe_view_packed(c->v, dtype, c->keys, c->heads, c->head_dim);
-    g.a.o = upipe_view_packed(c->o, dtype, c->tokens, c->heads, c->head_dim);
+    g.a.v = upipe_view_packed(c->v, dtype, c->keys, c->heads, c->v_dim);
+    g.a.o = upipe_view_packed(c->o, dtype, c->tokens, c->heads, c->v_dim);
     g.a.lse = upipe_view_packed(c->lse, UPIPE_F32, c->tokens, c->heads, 1);
     g.a.mask.causal = c->causal;
     g.a.mask.window = c->window;
@@ -244,11 +244,11 @@ static upipe_attn_grad arguments(const bench_case *c)
     g.a.mask.softcap = c->softcap;
     g.a.work = c->work;
     g.a.work_bytes = (size_t)c->work_bytes;
-    g.dout = upipe_view_packed(c->dout, dtype, c->tokens, c->heads, c->head_dim);
+    g.dout = upipe_view_packed(c->dout, dtype, c->tokens, c->heads, c->v_dim);
     g.delta = upipe_view_packed(c->delta, UPIPE_F32, c->tokens, c->heads, 1);
     g.dq = upipe_view_packed(c->dq, dtype, c->tokens, c->heads, c->head_dim);
     g.dk = upipe_view_packed(c->dk, UPIPE_F32, c->keys, c->heads, c->head_dim);
-    g.dv = upipe_view_packed(c->dv, UPIPE_F32, c->keys, c->heads, c->head_dim);
+    g.dv = upipe_view_packed(c->dv, UPIPE_F32, c->keys, c->heads, c->v_dim);
     return g;
 }
 
@@ -270,9 +270,10 @@ const char *bench_attn_fwd(bench *b, const bench_case *c)
 const char *bench_attn_bwd(bench *b, const bench_case *c)
 {
     upipe_attn_grad g = arguments(c);
-    size_t bytes = (size_t)(c->keys * c->heads * c->head_dim) * sizeof(float);
-    if (b->ops.rowdot(&b->ctx, g.delta, g.dout, g.a.o) || b->ops.zero(&b->ctx, c->dk, bytes) ||
-        b->ops.zero(&b->ctx, c->dv, bytes) || upipe_attn_bwd(&b->ctx, &g))
+    size_t of_one = (size_t)(c->keys * c->heads) * sizeof(float);
+    if (b->ops.rowdot(&b->ctx, g.delta, g.dout, g.a.o) ||
+        b->ops.zero(&b->ctx, c->dk, of_one * (size_t)c->head_dim) ||
+        b->ops.zero(&b->ctx, c->dv, of_one * (size_t)c->v_dim) || upipe_attn_bwd(&b->ctx, &g))
         return b->ctx.err.text;
     return NULL;
 }
