@@ -2,8 +2,9 @@
  *
  *     gpu device                                              name, driver, memory
  *     gpu roofline [--tokens N]                               copy bandwidth, rate of a bf16 product of N^3
- *     gpu attention --tokens N --head-dim N [--full] [--window N] [--cu-seqlens N] [--heads N] [--kv-heads N]
- *                   [--kernels NAME] [--avoid NAME] [--margin N]   each contestant's rate, or why there is none
+ *     gpu attention --tokens N --head-dim N [--v-dim N] [--full] [--window N] [--cu-seqlens N] [--heads N]
+ *                   [--kv-heads N] [--kernels NAME] [--avoid NAME] [--margin N]
+ *                                                          each contestant's rate, or why there is none
  *     gpu rows [--tokens N] [--model-dim N] [--head-dim N]    the kernels that are no attention, beside their bytes
  *     gpu transfer --tokens N [--ranks N]                    all-to-all of thread ranks, device to device
  *     gpu block --tokens N [--ranks N] [--heads N] [--kv-heads N] [--head-dim N] [--model-dim N] [--chunk N]
@@ -44,6 +45,8 @@ static const flag_row flag_rows[] = {
     {"tokens", "N", 1, "", FLAG_WHOLE, AT(tokens), 1, 1099511627776, NULL, 0,
      "tokens of a sequence (16384); rows of the roofline's product (8192)"},
     {"head-dim", "N", 1, "", FLAG_INT, AT(head_dim), 1, 256, "128", 0, "elements of a head"},
+    {"v-dim", "N", 1, "", FLAG_INT, AT(v_dim), 1, 256, NULL, 0,
+     "elements of a head of values, in attention (as many as of a head)"},
     {"heads", "N", 1, "", FLAG_INT, AT(heads), 1, 1024, "32", 0, "query heads"},
     {"kv-heads", "N", 1, "", FLAG_INT, AT(kv_heads), 1, 1024, NULL, 0, "key/value heads (as many; block: 8)"},
     {"full", NULL, 1, "", FLAG_SWITCH, AT(full), 0, 1, NULL, 0, "attention without a causal mask"},
@@ -484,6 +487,7 @@ int main(int argc, char **argv)
     if (o.tokens == 0) o.tokens = command == 1 ? 8192 : 16384;
     if (o.tokens > 1 << 20 && command == 1)
         return cli_refuse("a product of %lld rows", (long long)o.tokens) - 1;
+    if (o.v_dim == 0) o.v_dim = o.head_dim;
     if (o.kv_heads == 0) o.kv_heads = command == 4 ? 8 : o.heads;
     if (o.chunk == 0) o.chunk = o.ranks;
     if (o.heads % o.kv_heads != 0) return cli_refuse("%d heads over %d", o.heads, o.kv_heads) - 1;

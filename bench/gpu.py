@@ -20,7 +20,7 @@ most what stands beside it. What failed or had no time is reported, the rest goe
   train      120 s  a training step of four layers of Llama3-8B's shape on two ranks, Ulysses and UPipe: seconds, and the
                     driver's peak beside the plan
   long       150 s  attention of one head, 64k to 1M tokens, as a stage of UPipe has it
-  masks       60 s  a sliding window, packed sequences; head dims 96 and 192
+  masks       60 s  a sliding window, packed sequences; head dims 96, 192, and 192 with values of 128
   rows        30 s  the kernels that are no attention, beside the bytes that must pass the memory
   transfer    40 s  all-to-all of eight thread ranks on the device
   test       240 s  every test of the CUDA backend that needs no injected errors, and the examples
@@ -343,8 +343,8 @@ def contest(run, command):
         whole['kernels'] = [kernels[name] for name in CONTESTANTS if name in kernels]
         plain = whole['heads'] == whole['kv_heads'] and not whole['window'] and not whole['cu_seqlens']
         if plain and '--kernels' not in command:
-            whole['kernels'] += run.peers.ask({key: whole[key] for key in ('tokens', 'heads', 'head_dim', 'causal',
-                                                                           'fwd_flop', 'bwd_flop')})
+            whole['kernels'] += run.peers.ask({key: whole[key] for key in ('tokens', 'heads', 'head_dim', 'v_dim',
+                                                                           'causal', 'fwd_flop', 'bwd_flop')})
     return {**whole, **words}
 
 
@@ -397,7 +397,9 @@ def masks(run):
              (16384, ['--cu-seqlens', '64'])]
     whole = [shape_of(tokens, 128, 16, *mask) for tokens, mask in cases] + [shape_of(16384, dim, 16)
                                                                             for dim in (96, 192)]
+    whole.append(shape_of(16384, 192, 16, '--v-dim', '128'))
     quick = [shape_of(128, 64, 2, *mask) for mask in ([], ['--window', '40'], ['--cu-seqlens', '3'])]
+    quick.append(shape_of(128, 192, 2, '--v-dim', '128'))
     keep_attention(run, 'masks', pick(run, whole, [case for case in whole if '32768' not in case], quick))
 
 

@@ -21,12 +21,12 @@ static const char *const check_names[] = {"o", "lse", "dq", "dk", "dv"};
 /* lse: absolute; the others: of the largest number in the row */
 static const double check_limits[] = {0.02, 1e-3, 0.02, 0.02, 0.02};
 
-/* The row that fill has made of token i and head h. */
-static void made(double *row, const options *o, int64_t i, int heads, int h, uint64_t seed)
+/* The row of d elements that fill has made of token i and head h. */
+static void made(double *row, int d, int64_t i, int heads, int h, uint64_t seed)
 {
-    uint64_t at = ((uint64_t)i * (uint64_t)heads + (uint64_t)h) * (uint64_t)o->head_dim;
+    uint64_t at = ((uint64_t)i * (uint64_t)heads + (uint64_t)h) * (uint64_t)d;
     int k;
-    for (k = 0; k < o->head_dim; ++k) row[k] = (double)number_at(at + (uint64_t)k, seed);
+    for (k = 0; k < d; ++k) row[k] = (double)number_at(at + (uint64_t)k, seed);
 }
 
 static double dot(const double *a, const double *b, int n)
@@ -79,24 +79,24 @@ static upipe_status check_query(upipe_ctx *c, const options *o, const upipe_attn
     double *p = buf, *gp = buf + o->tokens, top = -INFINITY, sum = 0, delta = 0;
     double scale = 1 / sqrt((double)o->head_dim);
     int64_t first, end, j;
-    int d = o->head_dim, h = o->heads - 1, kv = o->kv_heads - 1;
+    int d = o->head_dim, v_dim = o->v_dim, h = o->heads - 1, kv = o->kv_heads - 1;
     float lse;
     upipe_attn_visible(&g->a, i, &first, &end);
-    made(q, o, i, o->heads, h, SEED_Q);
-    made(dout, o, i, o->heads, h, SEED_DOUT);
+    made(q, d, i, o->heads, h, SEED_Q);
+    made(dout, v_dim, i, o->heads, h, SEED_DOUT);
     for (j = first; j < end; ++j) {
-        made(key, o, j, o->kv_heads, kv, SEED_K);
-        made(value, o, j, o->kv_heads, kv, SEED_V);
+        made(key, d, j, o->kv_heads, kv, SEED_K);
+        made(value, v_dim, j, o->kv_heads, kv, SEED_V);
         p[j] = scale * dot(q, key, d);
-        gp[j] = dot(dout, value, d);
+        gp[j] = dot(dout, value, v_dim);
         top = larger(top, p[j]);
     }
     for (j = first; j < end; ++j) sum += p[j] = exp(p[j] - top);
     for (j = first; j < end; ++j) delta += (p[j] /= sum) * gp[j];
     for (j = first; j < end; ++j) {
-        made(key, o, j, o->kv_heads, kv, SEED_K);
-        made(value, o, j, o->kv_heads, kv, SEED_V);
-        add(out, p[j], value, d);
+        made(key, d, j, o->kv_heads, kv, SEED_K);
+        made(value, v_dim, j, o->kv_heads, kv, SEED_V);
+        add(out, p[j], value, v_dim);
         add(dq, scale * p[j] * (gp[j] - delta), key, d);
     }
     UPIPE_TRY(c->ops->copy(c, &lse, upipe_view_at(g->a.lse, i, h), sizeof lse));
@@ -111,21 +111,21 @@ static upipe_status check_key(upipe_ctx *c, const options *o, const upipe_attn_g
 {
     double q[HEAD_DIM_MAX], dout[HEAD_DIM_MAX], key[HEAD_DIM_MAX], value[HEAD_DIM_MAX];
     double dk[HEAD_DIM_MAX] = {0}, dv[HEAD_DIM_MAX] = {0}, scale = 1 / sqrt((double)o->head_dim);
-    int d = o->head_dim, kv = o->kv_heads - 1, h;
+    int d = o->head_dim, v_dim = o->v_dim, kv = o->kv_heads - 1, h;
     int64_t i, first, end;
-    made(key, o, j, o->kv_heads, kv, SEED_K);
-    made(value, o, j, o->kv_heads, kv, SEED_V);
+    made(key, d, j, o->kv_heads, kv, SEED_K);
+    made(value, v_dim, j, o->kv_heads, kv, SEED_V);
     for (h = kv * (o->heads / o->kv_heads); h < o->heads; ++h) {
         for (i = 0; i < o->tokens; ++i) {
             int64_t at = i * o->heads + h, there = i * g->a.lse.n_stride + h * g->a.lse.h_stride;
             double p;
             upipe_attn_visible(&g->a, i, &first, &end);
             if (j < first || j >= end) continue;
-            made(q, o, i, o->heads, h, SEED_Q);
-            made(dout, o, i, o->heads, h, SEED_DOUT);
+            made(q, d, i, o->heads, h, SEED_Q);
+            made(dout, v_dim, i, o->heads, h, SEED_DOUT);
             p = exp(scale * dot(q, key, d) - (double)lse[there]);
-            add(dv, p, dout, d);
-            add(dk, scale * p * (dot(dout, value, d) - (double)delta[at]), q, d);
+            add(dv, p, dout, v_dim);
+            add(dk, scale * p * (dot(dout, value, v_dim) - (double)delta[at]), q, d);
         }
     }
     UPIPE_TRY(check_row(c, g->dk, j, kv, dk, &worst[CHECK_DK]));
@@ -181,7 +181,7 @@ static upipe_status check_contest(upipe_ctx *c, contest *x, double *worst)
     if (buf == NULL || lse == NULL || delta == NULL)
         return upipe_fail(&c->err, UPIPE_ERR_MEMORY, "no entry left for a check");
     UPIPE_TRY(c->ops->zero(c, g->dk.data, (size_t)(n * o->kv_heads * o->head_dim) * 4));
-    UPIPE_TRY(c->ops->zero(c, g->dv.data, (size_t)(n * o->kv_heads * o->head_dim) * 4));
+    UPIPE_TRY(c->ops->zero(c, g->dv.data, (size_t)(n * o->kv_heads * o->v_dim) * 4));
     UPIPE_TRY(contest_fwd(c, x));
     UPIPE_TRY(contest_bwd(c, x));
     UPIPE_TRY(c->ops->rowdot(c, g->delta, g->a.o, g->dout));
@@ -290,7 +290,7 @@ static double spread(const double *sorted, int runs)
 }
 
 /* The contestant's entry. */
-static void contest_print(turns *t, double flop, int runs)
+static void contest_print(turns *t, double fwd_flop, double bwd_flop, int runs)
 {
     double fwd, bwd;
     int i;
@@ -305,7 +305,7 @@ static void contest_print(turns *t, double flop, int runs)
     printf(
         "\"runs\": %d, \"fwd_seconds\": %.6g, \"fwd_flop_per_s\": %.4g, \"fwd_spread\": %.2g, \"bwd_seconds\": %.6g, "
         "\"bwd_flop_per_s\": %.4g, \"bwd_spread\": %.2g, \"fwd_chosen\": \"%s\", \"bwd_chosen\": \"%s\", \"checked\": {",
-        runs, fwd, flop / fwd, spread(t->seconds[0], runs), bwd, 2.5 * flop / bwd,
+        runs, fwd, fwd_flop / fwd, spread(t->seconds[0], runs), bwd, bwd_flop / bwd,
         spread(t->seconds[1], runs), t->chosen[0], t->chosen[1]);
     for (i = 0; i < CHECKS; ++i) printf("%s\"%s\": %.2g", i > 0 ? ", " : "", check_names[i], t->errors[i]);
     printf("}}");
@@ -313,46 +313,46 @@ static void contest_print(turns *t, double flop, int runs)
 
 /* ---- the command ---- */
 
-/* Flops forward, as everybody counts: four a score and element, of a causal mask half of all; of other masks the visible
- * ones. Backward: 2.5 times as many. */
-static double attention_flop(const options *o, const upipe_attn *a)
+/* Flops, as everybody counts: two a score and element, of keys and of values forward, three and two times backward; of a
+ * causal mask half of all, of other masks the visible ones. */
+static double attention_flop(const options *o, const upipe_attn *a, int of_keys, int of_values)
 {
     double pairs = (double)o->tokens * (double)o->tokens / (o->full ? 1 : 2);
     if (a->mask.window > 0 || a->mask.borders.cu_seqlens != NULL) pairs = upipe_attn_pairs(a);
-    return 4.0 * pairs * o->heads * o->head_dim;
+    return 2.0 * pairs * o->heads * (of_keys * (double)o->head_dim + of_values * (double)o->v_dim);
 }
 
 static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const options *o)
 {
     const int64_t n = o->tokens * o->heads * o->head_dim, m = o->tokens * o->kv_heads * o->head_dim;
+    const int64_t n_v = o->tokens * o->heads * o->v_dim, m_v = o->tokens * o->kv_heads * o->v_dim;
+    const int64_t sizes[] = {n, n_v, n_v, n, m, m_v, m, m_v}; /* q o go dq k v dk dv */
     const int64_t rows = o->tokens * o->heads;
     int64_t *cu_seqlens = (int64_t *)malloc(((size_t)o->cu_seqlens + 1) * sizeof *cu_seqlens);
     contest x;
     upipe_attn *a = &x.g.a;
     void *p[11];
-    double flop;
+    double fwd_flop, bwd_flop;
     size_t work[2];
     int i, count = 0, runs;
     static turns all[CONTESTANTS];
     memset(&x, 0, sizeof x);
     cuda->margin = o->margin;
     x.o = o, x.cuda = cuda;
-    for (i = 0; i < 4; ++i) UPIPE_TRY(buf(c, &p[i], n, UPIPE_BF16));    /* q o go dq */
-    for (i = 4; i < 6; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_BF16));    /* k v */
-    for (i = 6; i < 8; ++i) UPIPE_TRY(buf(c, &p[i], m, UPIPE_F32));     /* dk dv */
+    for (i = 0; i < 8; ++i) UPIPE_TRY(buf(c, &p[i], sizes[i], i < 6 ? UPIPE_BF16 : UPIPE_F32));
     for (i = 8; i < 10; ++i) UPIPE_TRY(buf(c, &p[i], rows, UPIPE_F32)); /* lse delta */
     UPIPE_TRY(fill(c, p[0], n, SEED_Q));
-    UPIPE_TRY(fill(c, p[2], n, SEED_DOUT));
+    UPIPE_TRY(fill(c, p[2], n_v, SEED_DOUT));
     UPIPE_TRY(fill(c, p[4], m, SEED_K));
-    UPIPE_TRY(fill(c, p[5], m, SEED_V));
+    UPIPE_TRY(fill(c, p[5], m_v, SEED_V));
     a->q = upipe_view_packed(p[0], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
-    a->o = upipe_view_packed(p[1], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
-    x.g.dout = upipe_view_packed(p[2], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
+    a->o = upipe_view_packed(p[1], UPIPE_BF16, o->tokens, o->heads, o->v_dim);
+    x.g.dout = upipe_view_packed(p[2], UPIPE_BF16, o->tokens, o->heads, o->v_dim);
     x.g.dq = upipe_view_packed(p[3], UPIPE_BF16, o->tokens, o->heads, o->head_dim);
     a->k = upipe_view_packed(p[4], UPIPE_BF16, o->tokens, o->kv_heads, o->head_dim);
-    a->v = upipe_view_packed(p[5], UPIPE_BF16, o->tokens, o->kv_heads, o->head_dim);
+    a->v = upipe_view_packed(p[5], UPIPE_BF16, o->tokens, o->kv_heads, o->v_dim);
     x.g.dk = upipe_view_packed(p[6], UPIPE_F32, o->tokens, o->kv_heads, o->head_dim);
-    x.g.dv = upipe_view_packed(p[7], UPIPE_F32, o->tokens, o->kv_heads, o->head_dim);
+    x.g.dv = upipe_view_packed(p[7], UPIPE_F32, o->tokens, o->kv_heads, o->v_dim);
     a->lse = upipe_view_packed(p[8], UPIPE_F32, o->tokens, o->heads, 1);
     x.g.delta = upipe_view_packed(p[9], UPIPE_F32, o->tokens, o->heads, 1);
     a->mask.causal = !o->full;
@@ -366,17 +366,18 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     a->work_bytes = work[0] > work[1] ? work[0] : work[1];
     UPIPE_TRY(upipe_cuda_slab(&p[10], a->work_bytes, &c->err));
     a->work = p[10];
-    flop = attention_flop(o, a);
+    fwd_flop = attention_flop(o, a, 1, 1), bwd_flop = attention_flop(o, a, 3, 2);
     printf(
-        "{\"tokens\": %lld, \"heads\": %d, \"kv_heads\": %d, \"head_dim\": %d, \"causal\": %s, \"window\": %lld, "
-        "\"margin\": %d, \"cu_seqlens\": %d, \"fwd_flop\": %.0f, \"bwd_flop\": %.0f, ",
-        (long long)o->tokens, o->heads, o->kv_heads, o->head_dim, o->full ? "false" : "true",
-        (long long)o->window, o->margin, o->cu_seqlens, flop, 2.5 * flop);
+        "{\"tokens\": %lld, \"heads\": %d, \"kv_heads\": %d, \"head_dim\": %d, \"v_dim\": %d, \"causal\": %s, "
+        "\"window\": %lld, \"margin\": %d, \"cu_seqlens\": %d, \"fwd_flop\": %.0f, \"bwd_flop\": %.0f, ",
+        (long long)o->tokens, o->heads, o->kv_heads, o->head_dim, o->v_dim, o->full ? "false" : "true",
+        (long long)o->window, o->margin, o->cu_seqlens, fwd_flop, bwd_flop);
     /* what must pass the memory at least once: q k v o lse; q k v o go dq dk dv lse delta */
     printf("\"fwd_bytes\": %.0f, \"bwd_bytes\": %.0f, \"work_bytes_fwd\": %zu, \"work_bytes_bwd\": %zu, "
            "\"kernels\": [",
-           (double)(2 * n + 2 * m) * 2 + (double)rows * 4,
-           (double)(4 * n + 2 * m) * 2 + (double)m * 8 + (double)rows * 8, work[0], work[1]);
+           (double)(n + n_v + m + m_v) * 2 + (double)rows * 4,
+           (double)(2 * n + 2 * n_v + m + m_v) * 2 + (double)(m + m_v) * 4 + (double)rows * 8, work[0],
+           work[1]);
     for (x.who = 0; x.who < CONTESTANTS; ++x.who) {
         turns *t = &all[count];
         memset(t, 0, sizeof *t);
@@ -389,7 +390,7 @@ static upipe_status measure_attention(upipe_ctx *c, upipe_cuda *cuda, const opti
     for (i = 0; i < count; ++i) contest_check(c, &all[i]);
     runs = contest_all(c, all, count);
     for (i = 0; i < count; ++i) {
-        contest_print(&all[i], flop, runs);
+        contest_print(&all[i], fwd_flop, bwd_flop, runs);
         if (i + 1 < count) printf(", ");
         contest_close(&all[i].x);
     }

@@ -16,7 +16,7 @@ enum { RUNS = 9, RUNS_SECONDS = 2, RANKS_MAX = 64, BLOCKS_MAX = 256 };
 typedef struct options {
     int64_t tokens, model_dim;
     int64_t window;
-    int head_dim, heads, kv_heads, ranks, chunk, full, layers, cu_seqlens, overlap, margin;
+    int head_dim, v_dim, heads, kv_heads, ranks, chunk, full, layers, cu_seqlens, overlap, margin;
     int kernels; /* 0: all contestants */
     int avoid;   /* UPIPE_CUDA_AVOID_... */
 } options;

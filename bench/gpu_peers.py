@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """gpu_peers.py -- attention of PyTorch and of the FlashAttention packages on a CUDA device, at the shapes that it is given
 
-Reads a JSON object a line from stdin: a shape of `gpu attention` (tokens, heads, head_dim, causal, fwd_flop, bwd_flop), or
+Reads a JSON object a line from stdin: a shape of `gpu attention` (tokens, heads, head_dim, v_dim, causal, fwd_flop, bwd_flop), or
 {"roofline": true}. Writes a JSON object a contestant, then {"end": true}. gpu.py starts it early, as PyTorch takes seconds
 to be imported, and asks it right after our kernels. Without PyTorch for CUDA it writes {"missing": WHY} and ends.
 """
@@ -67,9 +67,10 @@ def seconds(call):
 
 
 def attention(shape, make, order):
-    size = [1, shape['tokens'], shape['heads'], shape['head_dim']]
-    size = [size[i] for i in order]
-    q, k, v = (torch.randn(size, device='cuda', dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    def random(dim):
+        size = [1, shape['tokens'], shape['heads'], dim]
+        return torch.randn([size[i] for i in order], device='cuda', dtype=torch.bfloat16, requires_grad=True)
+    q, k, v = random(shape['head_dim']), random(shape['head_dim']), random(shape['v_dim'])
     with torch.no_grad():
         fwd = seconds(lambda: make(q, k, v, shape['causal']))
     out = make(q, k, v, shape['causal'])

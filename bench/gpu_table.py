@@ -50,14 +50,16 @@ def rate(kernel):
 
 
 def shape_of(figure):
-    """Head dim, mask, tokens and heads in words."""
+    """Head dims, mask, tokens and heads in words."""
+    dims = str(figure['head_dim'])
+    dims += f"/{figure['v_dim']}" if figure.get('v_dim', figure['head_dim']) != figure['head_dim'] else ''
     mask = 'causal' if figure['causal'] else 'full'
     mask += f", window {figure['window']}" if figure['window'] else ''
     mask += f", {figure['cu_seqlens']} sequences" if figure['cu_seqlens'] else ''
     heads = str(figure['heads'])
     heads += '' if figure['heads'] == figure['kv_heads'] else f"/{figure['kv_heads']}"
     margin = f", margin {figure['margin']}" if figure.get('margin') else ''
-    return f"d {figure['head_dim']}, {mask}, {common.amount(figure['tokens'])} × {heads}{margin}"
+    return f"d {dims}, {mask}, {common.amount(figure['tokens'])} × {heads}{margin}"
 
 
 def shapes(folder):

@@ -42,7 +42,7 @@ static void say(const upipe_attn *a)
 template <int D, int KEYS>
 static void tables(const upipe_attn *a, upi_cuda_fwd90_args *g, std::vector<int> *order)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    typedef upi_cuda_fwd90_shape<D, D, KEYS> shape;
     upi_cuda_attn_run *runs = (upi_cuda_attn_run *)a->work;
     const int blocks = g->blocks;
     const simt_shape launch = {{(blocks + 255) / 256, 1, 1},
@@ -64,7 +64,7 @@ static void tables(const upipe_attn *a, upi_cuda_fwd90_args *g, std::vector<int>
 /* An item costs its tiles and one more, for what comes before and behind them. */
 template <int D, int KEYS> static load deal(const upipe_attn *a, int processors)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    typedef upi_cuda_fwd90_shape<D, D, KEYS> shape;
     static simt_block here;
     upi_cuda_fwd90_args g;
     std::vector<int> order;
@@ -73,7 +73,7 @@ template <int D, int KEYS> static load deal(const upipe_attn *a, int processors)
     int64_t fewest = INT64_MAX, greatest = 0;
     memset(&g, 0, sizeof g);
     g.a = upi_cuda_attn_args_make(a);
-    here.grid.x = (unsigned)upi_cuda_fwd90_deal<D, KEYS>(&g, processors);
+    here.grid.x = (unsigned)upi_cuda_fwd90_deal<shape>(&g, processors);
     if (g.a.runs != NULL) tables<D, KEYS>(a, &g, &order);
     simt_here = &here;
     taken.assign((size_t)g.blocks * (size_t)a->q.h, 0);

@@ -55,18 +55,20 @@ static void has_rows(int rows)
 /* The kernels ask for no others. */
 static void test_boxes(void)
 {
-    has_rows(upi_cuda_fwd90_shape<64, 128>::ROWS), has_rows(128);
-    has_rows(upi_cuda_fwd90_shape<96, 128>::ROWS), has_rows(128);
-    has_rows(upi_cuda_fwd90_shape<96, 176>::ROWS), has_rows(176);
-    has_rows(upi_cuda_fwd90_shape<128, 128>::ROWS), has_rows(128);
-    has_rows(upi_cuda_fwd90_shape<128, 176>::ROWS), has_rows(176);
-    has_rows(upi_cuda_fwd90_shape<192, 112>::ROWS), has_rows(112);
-    has_rows(upi_cuda_fwd90_shape<256, 80>::ROWS), has_rows(80);
-    has_rows(upi_cuda_bwd90_shape<64>::ROWS), has_rows(upi_cuda_bwd90_shape<64>::KEYS);
-    has_rows(upi_cuda_bwd90_shape<96>::ROWS), has_rows(upi_cuda_bwd90_shape<96>::KEYS);
-    has_rows(upi_cuda_bwd90_shape<128>::ROWS), has_rows(upi_cuda_bwd90_shape<128>::KEYS);
-    has_rows(upi_cuda_bwd90_shape<192>::ROWS), has_rows(upi_cuda_bwd90_shape<192>::KEYS);
-    has_rows(upi_cuda_bwd90_shape<256>::ROWS), has_rows(upi_cuda_bwd90_shape<256>::KEYS);
+    has_rows(upi_cuda_fwd90_shape<64, 64, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<96, 96, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<96, 96, 176>::ROWS), has_rows(176);
+    has_rows(upi_cuda_fwd90_shape<128, 128, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<128, 128, 176>::ROWS), has_rows(176);
+    has_rows(upi_cuda_fwd90_shape<192, 192, 112>::ROWS), has_rows(112);
+    has_rows(upi_cuda_fwd90_shape<192, 128, 128>::ROWS), has_rows(128);
+    has_rows(upi_cuda_fwd90_shape<256, 256, 80>::ROWS), has_rows(80);
+    has_rows(upi_cuda_bwd90_shape<64, 64>::ROWS), has_rows(upi_cuda_bwd90_shape<64, 64>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<96, 96>::ROWS), has_rows(upi_cuda_bwd90_shape<96, 96>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<128, 128>::ROWS), has_rows(upi_cuda_bwd90_shape<128, 128>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<192, 192>::ROWS), has_rows(upi_cuda_bwd90_shape<192, 192>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<192, 128>::ROWS), has_rows(upi_cuda_bwd90_shape<192, 128>::KEYS);
+    has_rows(upi_cuda_bwd90_shape<256, 256>::ROWS), has_rows(upi_cuda_bwd90_shape<256, 256>::KEYS);
 }
 #else
 static void test_boxes(void)

@@ -32,7 +32,7 @@ FAKE = os.path.join(os.path.dirname(os.path.abspath(__file__)), '../fake/fake_ke
 WAIT = 'WARPGROUP.DEPBAR.LE gsb0, 0x%d'
 ROUNDED = re.compile(r'upi_attn_f32_(fwd|dq|dkv)ILi(\d+)E')
 FUSED = re.compile(r'FFMA(\.\w+)* R\d+, R\d+(\.reuse)?, (UR\d+|c\[[^]]*\]\[[^]]*\]), -R')
-KERNELS = re.compile(r'upi_cuda_(fwd90|bwd90)_kernelILi(\d+)E(?:Li(\d+)E)?')
+KERNELS = re.compile(r'upi_cuda_(fwd90|bwd90)_kernelILi(\d+)ELi(\d+)E(?:Li(\d+)E)?')
 
 
 class Missing(Exception):
@@ -191,11 +191,15 @@ def check_forward(code, way, name):
     return f'{before} of {all_of_them}'
 
 
+def named(kernel, columns, v_columns):
+    return f'{kernel}, d ≤ {columns}' + (f', v ≤ {v_columns}' if v_columns != columns else '')
+
+
 def look(name, lines):
     """A line of the table; raises Wrong."""
     code = Code(lines)
-    direction, columns, keys = KERNELS.search(name).groups()
-    short = f'{"forward" if direction == "fwd90" else "backward"}, d ≤ {columns}' + (f', {keys} keys' if keys else '')
+    direction, columns, v_columns, keys = KERNELS.search(name).groups()
+    short = named({'fwd90': 'forward', 'bwd90': 'backward'}[direction], columns, v_columns) + (f', {keys} keys' if keys else '')
     way = loop(code, short)
     everything = range(len(code.text))
     if count(code, everything, 'LDL') + count(code, everything, 'STL') > 0:
@@ -224,10 +228,11 @@ def resources(path, cache):
 
 
 def registers(parts, path):
-    """{(fwd or bwd, columns, small, masked): 'on 8.0 / on 9.0'} of the kernels for 8.0 that the object has for both."""
+    """{(fwd or bwd, columns, of v, small, masked): 'on 8.0 / on 9.0'} of the kernels for 8.0 that the object has for both."""
     found = collections.defaultdict(dict)
     for part in parts:
-        for *kernel, used in re.findall(r'upi_cuda_attn_(fwd|bwd)_kernelILi(\d+)E(?:Li(\d)E)?Li(\d)E\S*\n\s*REG:(\d+)', part):
+        for *kernel, used in re.findall(r'upi_cuda_attn_(fwd|bwd)_kernelILi(\d+)ELi(\d+)E(?:Li(\d)E)?Li(\d)E\S*\n\s*REG:(\d+)',
+                                         part):
             found[tuple(kernel)][part[:2]] = used
     if not found:
         raise Wrong(f'cuobjdump tells no registers of {path}')
@@ -267,13 +272,14 @@ def compare_page(page, path, cache, rows, release):
     lines = text.split('\n')
     missing = [row for row in rows if row not in lines]
     parts = resources(path, cache)
-    for (direction, columns, small, masked), used in sorted(registers(parts, path).items()):
+    for (direction, columns, v_columns, small, masked), used in sorted(registers(parts, path).items()):
         name = {'fwd': 'forward', 'bwd': 'backward'}[direction] + (', small' if small == '1' else '')
         cell = {'64': 1, '96': 2, '128': 3, '192': 4, '256': 5}[columns]
-        row = rf'\| {name} ' + r'\|[^|]*' * (cell - 1) + rf'\| {used}[ ,]' if masked == '1' \
-            else rf'\| {name}, d ≤ {columns} \| \d+ \| {used} \|'
+        row = rf'\| {named(name, columns, v_columns)}(, with masks)? \| \d+ \| {used} \|'
+        if masked == '1' and columns == v_columns:
+            row = rf'\| {name} ' + r'\|[^|]*' * (cell - 1) + rf'\| {used}[ ,]'
         if not any(re.match(row, line) for line in lines):
-            missing.append(f'{name}, d ≤ {columns}{", with masks" if masked == "1" else ""}: {used} registers')
+            missing.append(f'{named(name, columns, v_columns)}{", with masks" if masked == "1" else ""}: {used} registers')
     if missing:
         raise Wrong(f'{page} does not say:\n' + '\n'.join(missing))
     wrong = compare_fake(parts)

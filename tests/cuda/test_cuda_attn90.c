@@ -29,12 +29,13 @@ static void check_forward(const oracle_attn *t, uint64_t seed, int64_t keys)
     test_rng r = {seed};
     memset(&in, 0, sizeof in), memset(&out, 0, sizeof out);
     seen.sk = keys;
-    in.q = floats(q_count(t)), in.k = floats(k_count(t)), in.v = floats(k_count(t));
-    out.o = floats(q_count(t)), out.lse = floats(t->sq * t->h), out.dsinks = floats(t->h);
+    in.q = floats(q_count(t)), in.k = floats(k_count(t)), in.v = floats(v_count(t));
+    out.o = floats(o_count(t)), out.lse = floats(t->sq * t->h), out.dsinks = floats(t->h);
     fill(&r, in.q, q_count(t), UPIPE_BF16, 1);
     fill(&r, in.k, k_count(&seen), UPIPE_BF16, 1);
-    fill(&r, in.v, k_count(&seen), UPIPE_BF16, 1);
-    for (int64_t i = k_count(&seen); i < k_count(t); ++i) in.k[i] = in.v[i] = NAN;
+    fill(&r, in.v, v_count(&seen), UPIPE_BF16, 1);
+    for (int64_t i = k_count(&seen); i < k_count(t); ++i) in.k[i] = NAN;
+    for (int64_t i = v_count(&seen); i < v_count(t); ++i) in.v[i] = NAN;
     run_directions(t, UPIPE_BF16, PACKED, t->h, &in, &out, 1);
     CHECK_TEXT(choice, "forward: kernels for 9.0");
     if (here.compares) {
@@ -45,8 +46,8 @@ static void check_forward(const oracle_attn *t, uint64_t seed, int64_t keys)
     buffers_free(0);
 }
 
-static const int dims[] = {64, 96, 128, 192, 256}; /* of each kernel */
-enum { DIMS = 5 };
+static const int dims[] = {64, 96, 128, 192, 256, 192}, v_dims[] = {0, 0, 0, 0, 0, 128}; /* of each kernel */
+enum { DIMS = 6 };
 
 /* Around the edges of blocks and tiles, for each of the kernels. */
 static void test_edges(void)
@@ -57,6 +58,7 @@ static void test_edges(void)
     for (int i = 0; i < DIMS; ++i)
         for (int j = 0; j < 8; j += BRIEF ? 3 : 1) {
             oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], j % 2, keys[j] / 2, 0);
+            t.v_dim = v_dims[i];
             check_forward(&t, ++seed, t.sk);
         }
 }
@@ -81,6 +83,22 @@ static void test_wide_tiles(void)
     }
 }
 
+/* Values of other head dims than queries and keys: the kernel for 192 and 128, and what is beside it. */
+static void test_two_dims(void)
+{
+    static const int cases[][3] = {/* d, v, keys of a tile */
+                                   {192, 128, 128}, {136, 128, 128}, {192, 32, 128}, {168, 104, 128},
+                                   {192, 136, 112}, {128, 192, 112}, {200, 128, 80}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
+        oracle_attn t = shape(150, 300, 2, 1, cases[i][0], i % 2, 150, 0);
+        char want[64];
+        t.v_dim = cases[i][1];
+        check_forward(&t, 170 + i, t.sk);
+        snprintf(want, sizeof want, "tiles of %d keys", cases[i][2]);
+        CHECK_TEXT(choice, want);
+    }
+}
+
 /* Blocks that stay for a call, whatever the device: fewer than there are items, so that some have several. */
 enum { FEW = 4 };
 
@@ -96,16 +114,18 @@ static void check_several(const oracle_attn *t, uint64_t seed, int64_t keys)
 static void test_items(void)
 {
     /* clang-format off */
-    static const int64_t cases[][7] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos */
+    static const int64_t cases[][8] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos, v */
         {400, 150, 64, 6, 2, 1, -200}, {300, 140, 128, 6, 3, 1, -140}, {300, 100, 256, 4, 1, 1, -150},
         {150, 300, 256, 7, 7, 0, 0}, {200, 300, 128, 9, 3, 1, 100}, {64, 64, 40, 40, 8, 1, 0},
         {300, 140, 96, 6, 3, 1, -140}, {300, 100, 192, 4, 1, 1, -150}, {150, 300, 160, 7, 7, 0, 0},
         {150, 350, 96, 7, 7, 0, 0}, {150, 350, 128, 7, 7, 0, 0}, /* tiles of 176 keys */
+        {300, 140, 192, 6, 3, 1, -140, 128}, {150, 300, 192, 7, 7, 0, 0, 128},
     };
     /* clang-format on */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t *x = cases[i];
         oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
+        t.v_dim = (int)x[7];
         check_several(&t, 200 + i, t.sk);
     }
 }
@@ -127,6 +147,7 @@ static void test_packed(void)
     int i;
     for (i = 0; i < DIMS; ++i) {
         oracle_attn t = shape(700, 700, 3, 3, dims[i], 1, 0, 0);
+        t.v_dim = v_dims[i];
         t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 4;
         check_several(&t, 400 + (uint64_t)i, t.sk);
     }
@@ -223,6 +244,7 @@ int main(int argc, char **argv)
     if (dev.cuda.capability / 10 == 9) {
         TEST(test_edges());
         TEST(test_wide_tiles());
+        TEST(test_two_dims());
         dev.cuda.margin = dev.cuda.processors - FEW;
         TEST(test_items());
         TEST(test_sections());

@@ -82,12 +82,13 @@ static void run_case(const oracle_attn *t, int layout, uint64_t seed)
 /* Around the edges of blocks and tiles, of all kernels. */
 static void test_edges(void)
 {
-    static const int dims[] = {64, 128, 40, 96, 256, 136};
+    static const int dims[] = {64, 128, 40, 96, 256, 136, 192}, v_dims[] = {0, 0, 0, 0, 0, 0, 128};
     static const int64_t queries[] = {64, 1, 63, 129, 65, 128, 191};
     static const int64_t keys[] = {128, 127, 65, 1, 64, 129, 193};
-    for (int i = 0; i < 6; ++i)
+    for (int i = 0; i < 7; ++i)
         for (int j = 0; j < 7; j += BRIEF ? 2 : 1) {
             oracle_attn t = shape(queries[(i + j) % 7], keys[j], 1, 1, dims[i], (i + j) % 2, keys[j] / 2, 0);
+            t.v_dim = v_dims[i];
             if (!here.brief || (i + j) % 3 == 0) run_case(&t, j % ATTN_LAYOUTS, (uint64_t)(100 + 10 * i + j));
         }
 }
@@ -96,16 +97,18 @@ static void test_edges(void)
 static void test_chains(void)
 {
     /* clang-format off */
-    static const int64_t cases[][7] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos */
+    static const int64_t cases[][8] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos, v */
         {70, 1100, 64, 3, 3, 0, 0}, {300, 700, 64, 4, 2, 1, 400}, {150, 900, 128, 2, 1, 1, 600},
         {260, 300, 128, 6, 2, 1, -130}, {500, 200, 64, 2, 1, 1, -150}, {100, 600, 96, 2, 2, 1, 100},
         {140, 500, 256, 2, 1, 1, 300}, {200, 250, 200, 3, 1, 0, 0},
-        {140, 500, 192, 2, 1, 1, 300}, {260, 300, 160, 6, 2, 1, -130},
+        {140, 500, 192, 2, 1, 1, 300}, {260, 300, 160, 6, 2, 1, -130}, {260, 300, 192, 6, 2, 1, -130, 128},
+        {140, 500, 136, 2, 2, 0, 0, 104},
     };
     /* clang-format on */
     for (size_t i = 0; i < sizeof cases / sizeof *cases; ++i) {
         const int64_t *x = cases[i];
         oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
+        t.v_dim = (int)x[7];
         if (!here.brief || i == 1 || i == 3 || i == 8) run_case(&t, (int)i % ATTN_LAYOUTS, 200 + i);
     }
 }
@@ -139,11 +142,12 @@ static void test_masked(void)
  * added to once. Rows that see no key stay as they are. */
 static void test_merge(void)
 {
-    static const int dims[] = {64, 64, 128, 128, 56, 64, 256, 256, 96, 96, 192, 192};
-    static const int64_t keys[] = {100, 400, 100, 400, 100, 400,
-                                   60,  150, 100, 400, 60,  150}; /* one block, or several */
-    for (int i = here.brief; i < 12; i += here.brief ? 3 : 1) {
+    static const int dims[] = {64, 64, 128, 128, 56, 64, 256, 256, 96, 96, 192, 192, 192, 192};
+    static const int64_t keys[] = {100, 400, 100, 400, 100, 400, 60,
+                                   150, 100, 400, 60,  150, 60,  150}; /* one block, or several */
+    for (int i = here.brief; i < 14; i += here.brief ? 3 : 1) {
         oracle_attn t = shape(150, keys[i], 2, 1, dims[i], i != 2, -20, 0);
+        t.v_dim = i < 12 ? 0 : 128;
         test_rng r = {(uint64_t)(400 + i)};
         const values in = inputs_make(&t, UPIPE_BF16, &r, 1);
         values all = values_make(&t), sum = values_make(&t), got = values_make(&t);
@@ -164,8 +168,8 @@ static void test_merge(void)
     }
 }
 
-static const int dims[] = {64, 128, 256, 96, 192}; /* of each kernel */
-enum { DIMS = 5 };
+static const int dims[] = {64, 128, 256, 96, 192, 192}, v_dims[] = {0, 0, 0, 0, 0, 128}; /* of each kernel */
+enum { DIMS = 6 };
 
 /* The steps of a ring before a backward: keys in parts, merged by the forward kernels of this device. */
 static void test_parts(void)
@@ -173,6 +177,7 @@ static void test_parts(void)
     static const int64_t lengths[] = {128, 1, 71};
     for (int i = here.brief; i < DIMS; i += here.brief ? 2 : 1) {
         oracle_attn t = shape(140, 200, 2, 1, dims[i], i == 1, 60, 0);
+        t.v_dim = v_dims[i];
         test_rng r = {(uint64_t)(450 + i)};
         const values in = inputs_make(&t, UPIPE_BF16, &r, 1);
         check_merge(&t, UPIPE_BF16, i == 1 ? UPIPE_BF16 : UPIPE_F32, i % ATTN_LAYOUTS, i == 1, &in, lengths,
@@ -184,8 +189,9 @@ static void test_parts(void)
 static void test_same_bits(void)
 {
     for (int i = 0; i < DIMS; ++i) {
-        const oracle_attn t = shape(200, 270, 4, 1, dims[i], i > 0, 90, 20);
+        oracle_attn t = shape(200, 270, 4, 1, dims[i], i > 0, 90, 20);
         test_rng r = {(uint64_t)(500 + i)};
+        t.v_dim = v_dims[i];
         check_same_bits(&t, UPIPE_BF16, &r, here.brief ? 4 : 1, i);
     }
 }
@@ -193,7 +199,8 @@ static void test_same_bits(void)
 static void test_watched(void)
 {
     for (int i = here.brief; i < DIMS; i += here.brief ? 2 : 1) {
-        const oracle_attn t = shape(200, 270, 4, 2, dims[i], i % 2, 90, 0);
+        oracle_attn t = shape(200, 270, 4, 2, dims[i], i % 2, 90, 0);
+        t.v_dim = v_dims[i];
         check_watched(&t, 600 + (uint64_t)i, 2);
     }
 }

@@ -54,6 +54,21 @@ static void test_many_documents(void)
     buffers_free(0);
 }
 
+/* Values of fewer dims than queries and keys, where a kernel has two head dims. */
+static void test_two_dims(void)
+{
+    static const int64_t cu_seqlens[] = {0, 100, 260};
+    static const int dims[][2] = {{192, 128}, {136, 104}, {192, 32}, {168, 128}};
+    test_rng r = {31};
+    for (int i = 0; i < 4; ++i) {
+        oracle_attn t = shape(130, 260, 4, 2, dims[i][0], i != 1, 130, 0);
+        t.v_dim = dims[i][1];
+        if (i == 2) t.cu_seqlens = cu_seqlens, t.cu_seqlens_n = 2;
+        if (i == 3) t.softcap = 3, t.window = 60;
+        check_drawn(&t, here.types[0], i % ATTN_LAYOUTS, &r, 1);
+    }
+}
+
 static void test_random(void)
 {
     static const draw_limits most = {6, 400, 1, 300, INT64_MAX, 220};
@@ -159,6 +174,7 @@ int main(int argc, char **argv)
         if (same_as_before(here.types[0])) break;
         TEST(test_long());
         TEST(test_many_documents());
+        TEST(test_two_dims());
         TEST(test_one_key());
         TEST(check_saturated(here.types[0], i == 0 ? 64 : 40));
         TEST(test_nan_apart());

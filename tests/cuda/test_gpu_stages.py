@@ -133,7 +133,7 @@ class Device:
             kernels.append({'name': name, 'failed': 'an illegal address'} if fault else
                            {'name': name, 'fwd_flop_per_s': RATES[name], 'bwd_flop_per_s': RATES[name]})
         return seconds, 0, json.dumps({'tokens': tokens, 'heads': heads, 'kv_heads': value('--kv-heads', heads),
-                                       'head_dim': dim, 'causal': not full,
+                                       'head_dim': dim, 'v_dim': value('--v-dim', dim), 'causal': not full,
                                        'window': value('--window'), 'cu_seqlens': value('--cu-seqlens'),
                                        'margin': value('--margin'),
                                        'fwd_flop': flop, 'bwd_flop': 2.5 * flop, 'kernels': kernels}), ''

@@ -27,8 +27,8 @@ enum {
 /* What is launched, and with which fault. */
 enum { FORWARD, FORWARD_HANGS, BACKWARD, BACKWARD_HANGS, FORWARD_LONG };
 
-typedef upi_cuda_fwd90_shape<D, 128> fwd_shape;
-typedef upi_cuda_bwd90_shape<D> bwd_shape;
+typedef upi_cuda_fwd90_shape<D, D, 128> fwd_shape;
+typedef upi_cuda_bwd90_shape<D, D> bwd_shape;
 
 typedef struct place {
     upipe_ctx c;
@@ -89,10 +89,10 @@ static upipe_status forward(place *p, int hangs, int processors)
     UPIPE_TRY(upi_tensor_map_make(&p->c, &g.v, p->x, 128));
     UPIPE_TRY(
         upi_tensor_map_make(&p->c, &g.o, upipe_view_packed(p->out, UPIPE_BF16, p->tokens, HEADS, D), 64));
-    grid = upi_cuda_fwd90_deal<D, 128>(&g, processors);
-    UPIPE_TRY(UPI_ALLOW_SHARED(&p->c, (upi_cuda_fwd90_kernel<D, 128>), fwd_shape::SHARED));
-    return UPI_LAUNCH_TOGETHER(&p->c, 4, (upi_cuda_fwd90_kernel<D, 128>), (unsigned)grid, fwd_shape::THREADS,
-                               fwd_shape::SHARED, g);
+    grid = upi_cuda_fwd90_deal<fwd_shape>(&g, processors);
+    UPIPE_TRY(UPI_ALLOW_SHARED(&p->c, (upi_cuda_fwd90_kernel<D, D, 128>), fwd_shape::SHARED));
+    return UPI_LAUNCH_TOGETHER(&p->c, 4, (upi_cuda_fwd90_kernel<D, D, 128>), (unsigned)grid,
+                               fwd_shape::THREADS, fwd_shape::SHARED, g);
 }
 
 /* The first block of keys of each head draws no ticket where it hangs: the second one waits for it. */
@@ -118,12 +118,12 @@ static upipe_status backward(place *p, int hangs)
     UPIPE_TRY(upi_tensor_map_make(&p->c, &x.dout, p->x, bwd_shape::ROWS));
     UPIPE_TRY(
         upi_tensor_map_make(&p->c, &x.dq, upipe_view_packed(x.g.dq_sum, UPIPE_F32, p->tokens, HEADS, D), 64));
-    UPIPE_TRY(UPI_ALLOW_SHARED(&p->c, (upi_cuda_bwd90_kernel<D>), bwd_shape::SHARED));
+    UPIPE_TRY(UPI_ALLOW_SHARED(&p->c, (upi_cuda_bwd90_kernel<D, D>), bwd_shape::SHARED));
     UPIPE_CUDA_TRY(&p->c.err, cudaMemsetAsync(p->turns, 0, 4096, p->stream));
     UPIPE_CUDA_TRY(&p->c.err,
                    cudaMemcpyAsync(p->turns, &first, sizeof first, cudaMemcpyHostToDevice, p->stream));
     UPIPE_CUDA_TRY(&p->c.err, cudaStreamSynchronize(p->stream)); /* `first` is this function's */
-    return UPI_LAUNCH_TOGETHER(&p->c, 4, (upi_cuda_bwd90_kernel<D>),
+    return UPI_LAUNCH_TOGETHER(&p->c, 4, (upi_cuda_bwd90_kernel<D, D>),
                                (unsigned)(HEADS * (blocks - (hangs != 0))), bwd_shape::THREADS,
                                bwd_shape::SHARED, x);
 }

@@ -36,9 +36,11 @@
 #include "upipe_cuda_attn_bwd90.h"
 #include "upipe_cuda_attn_fwd.h"
 
-template <int DIM, int SMALL> struct upi_cuda_attn_bwd_shape {
+/* D columns of queries and keys, V of values. */
+template <int Q_DIM, int V_DIM, int SMALL> struct upi_cuda_attn_bwd_shape {
     enum {
-        D = DIM,
+        D = Q_DIM,
+        V = V_DIM,
         WARPS = SMALL && D > 128 ? 4 : 8,
         THREADS = WARPS * 32,
         KEYS = (D > 128 ? 64 : 128) >> SMALL,
@@ -63,14 +65,14 @@ template <int DIM, int SMALL> struct upi_cuda_attn_bwd_shape {
     };
 };
 
-/* s [16][8 N] = rows of one tile times rows of another, over D columns; `a` and `b` are what this lane
- * loads. */
-template <int D, int N> UPI_DEVICE void upi_cuda_attn_dots(float s[N][4], uint32_t a, uint32_t b)
+/* s [16][8 N] = rows of one tile times rows of another, over COLUMNS of the D that they have space for; `a` and `b`
+ * are what this lane loads. */
+template <int D, int COLUMNS, int N> UPI_DEVICE void upi_cuda_attn_dots(float s[N][4], uint32_t a, uint32_t b)
 {
     UPI_UNROLL
     for (int j = 0; j < N; ++j) s[j][0] = s[j][1] = s[j][2] = s[j][3] = 0;
     UPI_CUDA_ATTN_TURNS(2)
-    for (int c = 0; c < D / 8; c += 2) {
+    for (int c = 0; c < COLUMNS / 8; c += 2) {
         uint32_t x[4];
         upi_load_matrix4(x, upi_cuda_attn_chunk(a, c));
         UPI_UNROLL
@@ -132,16 +134,16 @@ template <class shape>
 UPI_DEVICE void upi_cuda_attn_bwd_load_q(const upi_cuda_attn_bwd_args &g, uint32_t base, int h, int m,
                                          int slot)
 {
-    upi_cuda_attn_load<shape::D, shape::ROWS, shape::THREADS>(base + shape::AT_Q + slot * shape::TILE,
-                                                              g.a.q + h * g.a.q_head, g.a.q_stride,
-                                                              (int64_t)m * shape::ROWS, g.a.queries, g.a.d);
+    upi_cuda_attn_load<shape::D, shape::D, shape::ROWS, shape::THREADS>(
+        base + shape::AT_Q + slot * shape::TILE, g.a.q + h * g.a.q_head, g.a.q_stride,
+        (int64_t)m * shape::ROWS, g.a.queries, g.a.d);
 }
 
 template <class shape, int MASKED>
 UPI_DEVICE void upi_cuda_attn_bwd_load_dout(const upi_cuda_attn_bwd_args &g, uint32_t base, int h, int m,
                                             int slot)
 {
-    upi_cuda_attn_load<shape::D, shape::ROWS, shape::THREADS>(
+    upi_cuda_attn_load<shape::D, shape::V, shape::ROWS, shape::THREADS>(
         base + shape::AT_DOUT + slot * shape::TILE, g.dout + h * g.dout_head, g.dout_stride,
         (int64_t)m * shape::ROWS, g.a.queries, MASKED ? g.a.v_dim : g.a.d);
 }
@@ -247,9 +249,9 @@ UPI_DEVICE void upi_cuda_attn_bwd_capped(float s[N][4], float dp[N][4], const fl
 }
 
 /* Where two warps share 16 keys: dV and dK of half of the columns, from all of P and dS. */
-template <class shape, int N>
-UPI_DEVICE void upi_cuda_attn_bwd_times_shared(float dk[N][4], float dv[N][4], uint32_t base, uint32_t at_q,
-                                               uint32_t at_dout)
+template <class shape, int N, int M>
+UPI_DEVICE void upi_cuda_attn_bwd_times_shared(float (&dk)[N][4], float (&dv)[M][4], uint32_t base,
+                                               uint32_t at_q, uint32_t at_dout)
 {
     const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
     const uint32_t mine_s = upi_cuda_attn_at<shape::S_ROW>(at.lane % 16, at.lane / 16);
@@ -259,7 +261,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_times_shared(float dk[N][4], float dv[N][4], u
         const uint32_t from = base + at.row0 * shape::S_ROW * 2 + upi_cuda_attn_chunk(mine_s, 2 * k);
         const uint32_t rows = upi_cuda_attn_chunk(at.mine, at.share * 2) + k * 16 * shape::ROW;
         upi_load_matrix4(x, from + shape::AT_P);
-        upi_cuda_attn_times<N, shape::SHARES>(dv, x, at_dout + rows);
+        upi_cuda_attn_times<M, shape::SHARES>(dv, x, at_dout + rows);
         upi_load_matrix4(x, from + shape::AT_S);
         upi_cuda_attn_times<N, shape::SHARES>(dk, x, at_q + rows);
     }
@@ -383,8 +385,8 @@ UPI_DEVICE void upi_cuda_attn_bwd_zeros(const upi_cuda_attn_bwd_args &g, int kv,
 }
 
 /* K, V and the first tile come to shared memory, the gradients of the keys to registers. */
-template <class shape, int MASKED, int N>
-UPI_DEVICE void upi_cuda_attn_bwd_begin(const upi_cuda_attn_bwd_args &g, float dk[N][4], float dv[N][4],
+template <class shape, int MASKED, int N, int M>
+UPI_DEVICE void upi_cuda_attn_bwd_begin(const upi_cuda_attn_bwd_args &g, float (&dk)[N][4], float (&dv)[M][4],
                                         float stats[2], unsigned char *shared, int block, int kv, int h,
                                         int m)
 {
@@ -392,9 +394,9 @@ UPI_DEVICE void upi_cuda_attn_bwd_begin(const upi_cuda_attn_bwd_args &g, float d
     const uint32_t base = upi_shared_address(shared);
     const int64_t k0 = (int64_t)block * shape::KEYS;
     const int end = upi_cuda_attn_bwd_keys<shape>(g.a, block);
-    upi_cuda_attn_load<shape::D, shape::KEYS, shape::THREADS>(base, g.a.k + kv * g.a.k_head, g.a.k_stride, k0,
-                                                              g.a.keys, g.a.d);
-    upi_cuda_attn_load<shape::D, shape::KEYS, shape::THREADS>(
+    upi_cuda_attn_load<shape::D, shape::D, shape::KEYS, shape::THREADS>(base, g.a.k + kv * g.a.k_head,
+                                                                        g.a.k_stride, k0, g.a.keys, g.a.d);
+    upi_cuda_attn_load<shape::D, shape::V, shape::KEYS, shape::THREADS>(
         base + shape::AT_V, g.a.v + kv * g.a.v_head, g.a.v_stride, k0, g.a.keys, MASKED ? g.a.v_dim : g.a.d);
     upi_cuda_attn_bwd_load_q<shape>(g, base, h, m, 0);
     upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, h, m, 0);
@@ -403,7 +405,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_begin(const upi_cuda_attn_bwd_args &g, float d
     upi_cuda_attn_bwd_keep<shape>(shared, 0, stats);
     upi_cuda_attn_grad_get<N, shape::SHARES>(dk, g.dk + kv * g.dk_head + k0 * g.dk_stride, g.dk_stride, end,
                                              at.row0, at.share * 16, g.a.d);
-    upi_cuda_attn_grad_get<N, shape::SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
+    upi_cuda_attn_grad_get<M, shape::SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
                                              at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
     upi_copy_wait<0>();
     __syncthreads(); /* the first tile is there */
@@ -416,9 +418,9 @@ UPI_DEVICE void upi_cuda_attn_bwd_scores(const upi_cuda_attn_bwd_args &g, float 
                                          uint32_t at_q, uint32_t at_dout, int block, int m, int c0)
 {
     const int KEYS = shape::KEYS, ROWS = shape::ROWS, ROW = shape::ROW;
-    upi_cuda_attn_dots<shape::D, N>(s, base + at.row0 * ROW + at.mine, at_q + c0 * ROW + at.mine);
-    upi_cuda_attn_dots<shape::D, N>(dp, base + shape::AT_V + at.row0 * ROW + at.mine,
-                                    at_dout + c0 * ROW + at.mine);
+    upi_cuda_attn_dots<shape::D, shape::D, N>(s, base + at.row0 * ROW + at.mine, at_q + c0 * ROW + at.mine);
+    upi_cuda_attn_dots<shape::D, shape::V, N>(dp, base + shape::AT_V + at.row0 * ROW + at.mine,
+                                              at_dout + c0 * ROW + at.mine);
     if (MASKED)
         upi_cuda_attn_bwd_hide_by<N>(s, g.a.runs + (int64_t)block * KEYS + at.row0,
                                      upi_cuda_attn_bwd_keys<shape>(g.a, block) - at.row0, at.lane,
@@ -454,8 +456,8 @@ UPI_DEVICE void upi_cuda_attn_bwd_share(uint32_t p[4], uint32_t ds[4], const flo
 }
 
 /* A tile's S and dP, and what follows of them alone: dS in shared memory; dV and dK, unless warps share keys. */
-template <class shape, int MASKED, int N>
-UPI_DEVICE void upi_cuda_attn_bwd_tile(const upi_cuda_attn_bwd_args &g, float dk[N][4], float dv[N][4],
+template <class shape, int MASKED, int N, int M>
+UPI_DEVICE void upi_cuda_attn_bwd_tile(const upi_cuda_attn_bwd_args &g, float (&dk)[N][4], float (&dv)[M][4],
                                        const upi_cuda_attn_bwd_place &at, unsigned char *shared,
                                        uint32_t base, uint32_t at_q, uint32_t at_dout, int block, int m,
                                        int slot)
@@ -474,7 +476,7 @@ UPI_DEVICE void upi_cuda_attn_bwd_tile(const upi_cuda_attn_bwd_args &g, float dk
             uint32_t p[4], ds[4];
             upi_cuda_attn_bwd_share<shape>(p, ds, s + 2 * k, dp + 2 * k, at, shared, c0 + k * 16);
             if (SHARES == 1) {
-                upi_cuda_attn_times<N, 1>(dv, p, at_dout + (c0 + k * 16) * ROW + at.mine);
+                upi_cuda_attn_times<M, 1>(dv, p, at_dout + (c0 + k * 16) * ROW + at.mine);
                 upi_cuda_attn_times<N, 1>(dk, ds, at_q + (c0 + k * 16) * ROW + at.mine);
             }
         }
@@ -482,9 +484,9 @@ UPI_DEVICE void upi_cuda_attn_bwd_tile(const upi_cuda_attn_bwd_args &g, float dk
 }
 
 /* The gradients of the keys go to memory. Where they lie is made anew, not kept. */
-template <class shape, int MASKED, int N>
-UPI_DEVICE void upi_cuda_attn_bwd_end(const upi_cuda_attn_bwd_args &g, const float dk[N][4],
-                                      const float dv[N][4], int block, int last_head)
+template <class shape, int MASKED, int N, int M>
+UPI_DEVICE void upi_cuda_attn_bwd_end(const upi_cuda_attn_bwd_args &g, const float (&dk)[N][4],
+                                      const float (&dv)[M][4], int block, int last_head)
 {
     const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
     const int last = upi_cuda_attn_anew(block), end = upi_cuda_attn_bwd_keys<shape>(g.a, last);
@@ -492,17 +494,18 @@ UPI_DEVICE void upi_cuda_attn_bwd_end(const upi_cuda_attn_bwd_args &g, const flo
     const int kv = upi_cuda_attn_anew(last_head) / g.a.group - 1;
     upi_cuda_attn_grad_put<N, shape::SHARES>(dk, g.dk + kv * g.dk_head + k0 * g.dk_stride, g.dk_stride, end,
                                              at.row0, at.share * 16, g.a.d);
-    upi_cuda_attn_grad_put<N, shape::SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
+    upi_cuda_attn_grad_put<M, shape::SHARES>(dv, g.dv + kv * g.dv_head + k0 * g.dv_stride, g.dv_stride, end,
                                              at.row0, at.share * 16, MASKED ? g.a.v_dim : g.a.d);
 }
 
-template <int D, int SMALL, int MASKED>
-UPI_KERNEL((upi_cuda_attn_bwd_shape<D, SMALL>::THREADS), (upi_cuda_attn_bwd_shape<D, SMALL>::BLOCKS))
+template <int D, int V, int SMALL, int MASKED>
+UPI_KERNEL((upi_cuda_attn_bwd_shape<D, V, SMALL>::THREADS), (upi_cuda_attn_bwd_shape<D, V, SMALL>::BLOCKS))
 void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
 {
-    typedef upi_cuda_attn_bwd_shape<D, SMALL> shape;
-    const int OUT = D / shape::SHARES / 8;   /* tiles of 8 columns of dV and dK, a warp's */
-    const int DQ = D / shape::DQ_SHARES / 8; /* the same of dQ */
+    typedef upi_cuda_attn_bwd_shape<D, V, SMALL> shape;
+    const int DK = D / shape::SHARES / 8;    /* tiles of 8 columns of dK, a warp's */
+    const int DV = V / shape::SHARES / 8;    /* the same of dV */
+    const int DQ = D / shape::DQ_SHARES / 8; /* and of dQ */
     UPI_SHARED(unsigned char, shared);
     const uint32_t base = upi_shared_address(shared);
     const int kv_heads = g.a.heads / g.a.group;
@@ -518,8 +521,8 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
     if (range.first >= range.end) return;
 
     int h = kv * g.a.group, m = range.end - 1, slot = 0;
-    float dk[OUT][4], dv[OUT][4], stats[2];
-    upi_cuda_attn_bwd_begin<shape, MASKED, OUT>(g, dk, dv, stats, shared, block, kv, h, m);
+    float dk[DK][4], dv[DV][4], stats[2];
+    upi_cuda_attn_bwd_begin<shape, MASKED>(g, dk, dv, stats, shared, block, kv, h, m);
     while (h < last_head) {
         const upi_cuda_attn_bwd_place at = upi_cuda_attn_bwd_here<shape>();
         const int now = upi_cuda_attn_anew(block);
@@ -534,14 +537,14 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
                 upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, next_h, next_m, slot ^ 1);
             upi_copy_commit();
         }
-        upi_cuda_attn_bwd_tile<shape, MASKED, OUT>(g, dk, dv, at, shared, base, at_q, at_dout, now, m, slot);
+        upi_cuda_attn_bwd_tile<shape, MASKED>(g, dk, dv, at, shared, base, at_q, at_dout, now, m, slot);
         __syncthreads(); /* dS is there */
         /* One thread asks for the turn, while the others multiply; another gives it on. Barriers between make the
          * acquire of the one, and the release of the other, stand for all. */
         if (threadIdx.x == 32 && !upi_cuda_attn_bwd_is_first<shape, MASKED>(g, m, now))
             while (upi_load_acquire(upi_cuda_attn_bwd_turn(g, h, m)) != now) upi_pause();
         if (next_h < last_head) upi_cuda_attn_bwd_stats<shape>(g, next_h, next_m, stats);
-        if (shape::SHARES > 1) upi_cuda_attn_bwd_times_shared<shape, OUT>(dk, dv, base, at_q, at_dout);
+        if (shape::SHARES > 1) upi_cuda_attn_bwd_times_shared<shape>(dk, dv, base, at_q, at_dout);
         if (shape::DOUT_SLOTS == 1) {
             __syncthreads(); /* every warp is through with dO: the next one comes while dQ is computed */
             if (next_h < last_head) upi_cuda_attn_bwd_load_dout<shape, MASKED>(g, base, next_h, next_m, 0);
@@ -562,47 +565,47 @@ void upi_cuda_attn_bwd_kernel(const upi_cuda_attn_bwd_args g)
         }
         h = next_h, m = next_m, slot ^= 1;
     }
-    upi_cuda_attn_bwd_end<shape, MASKED, OUT>(g, dk, dv, block, last_head);
+    upi_cuda_attn_bwd_end<shape, MASKED>(g, dk, dv, block, last_head);
 }
 
 /* ---- host ---- */
 
-template <int D, int SMALL, int MASKED>
+template <int D, int V, int SMALL, int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_bwd_launch(upipe_ctx *c, const upipe_attn *call,
                                                 upi_cuda_attn_bwd_args *g)
 {
-    typedef upi_cuda_attn_bwd_shape<D, SMALL> shape;
+    typedef upi_cuda_attn_bwd_shape<D, V, SMALL> shape;
     const int64_t blocks = upi_cuda_attn_key_blocks(g->a.keys, shape::KEYS);
     const int64_t heads = g->a.heads / g->a.group;
     UPIPE_TRY(upi_cuda_attn_fits(c, upi_cuda_attn_columns(call), shape::SHARED, blocks, heads));
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D, SMALL, MASKED>), shape::SHARED));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_bwd_kernel<D, V, SMALL, MASKED>), shape::SHARED));
     UPIPE_CUDA_TRY(&c->err,
                    cudaMemsetAsync(g->turns, 0, upi_cuda_attn_turns_bytes(call), (cudaStream_t)c->stream));
     if (MASKED) UPIPE_TRY(upi_cuda_attn_key_runs(c, call, (upi_cuda_attn_run *)g->a.runs));
     g->blocks = (int)blocks;
-    return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D, SMALL, MASKED>), (unsigned)(blocks * heads),
+    return UPI_LAUNCH(c, (upi_cuda_attn_bwd_kernel<D, V, SMALL, MASKED>), (unsigned)(blocks * heads),
                       shape::THREADS, shape::SHARED, *g);
 }
 
 /* The small tile where the other one does not fit: of whole rows, for what other kernels would save there is little. */
-template <int D, int MASKED>
+template <int D, int V, int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_bwd_fitting(upipe_ctx *c, const upipe_attn *call,
                                                  upi_cuda_attn_bwd_args *g)
 {
-    const int most = ((const upipe_cuda *)c->ops->self)->shared_most;
-    if (upi_cuda_attn_bwd_shape<D, 0>::SHARED > most)
-        return upi_cuda_attn_bwd_launch<upi_cuda_attn_row<D>::COLUMNS, 1, MASKED>(c, call, g);
-    return upi_cuda_attn_bwd_launch<D, 0, MASKED>(c, call, g);
+    const int most = ((const upipe_cuda *)c->ops->self)->shared_most, row = upi_cuda_attn_row<D>::COLUMNS;
+    if (upi_cuda_attn_bwd_shape<D, V, 0>::SHARED > most)
+        return upi_cuda_attn_bwd_launch<row, row, 1, MASKED>(c, call, g);
+    return upi_cuda_attn_bwd_launch<D, V, 0, MASKED>(c, call, g);
 }
 
 template <int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_bwd_any(upipe_ctx *c, const upipe_attn *call, upi_cuda_attn_bwd_args *g)
 {
-    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_bwd_launch<64, 0, MASKED>(c, call, g);
-    if (upi_cuda_attn_columns(call) <= 96) return upi_cuda_attn_bwd_fitting<96, MASKED>(c, call, g);
-    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_bwd_fitting<128, MASKED>(c, call, g);
-    if (upi_cuda_attn_columns(call) <= 192) return upi_cuda_attn_bwd_fitting<192, MASKED>(c, call, g);
-    return upi_cuda_attn_bwd_fitting<256, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_bwd_launch<64, 64, 0, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 96) return upi_cuda_attn_bwd_fitting<96, 96, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_bwd_fitting<128, 128, MASKED>(c, call, g);
+    if (upi_cuda_attn_columns(call) <= 192) return upi_cuda_attn_bwd_fitting<192, 192, MASKED>(c, call, g);
+    return upi_cuda_attn_bwd_fitting<256, 256, MASKED>(c, call, g);
 }
 
 /* The backward but for the sinks' gradients, of a call without padding. */
@@ -649,6 +652,7 @@ UPIPE_API upipe_status upi_cuda_attn_bwd_inside(upipe_ctx *c, const upipe_attn_g
     obstacle = upi_cuda_bwd90_obstacle(c, g);
     upi_cuda_attn_chosen(c, "backward", obstacle == NULL ? "9.0" : "8.0", obstacle);
     if (obstacle == NULL) return upi_cuda_attn_bwd90(c, g, &x);
+    if (upi_cuda_attn_is_192_128(a)) return upi_cuda_attn_bwd_fitting<192, 128, 1>(c, a, &x);
     return masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x);
 }
 

@@ -35,31 +35,42 @@
 template <int BY_KEYS> struct upi_cuda_bwd90_division {
 };
 
-template <int D> struct upi_cuda_bwd90_shape {
+/* The columns of a row: all of them, or a half for each consumer. */
+template <int DIM, int BY_KEYS> struct upi_cuda_bwd90_columns {
     enum {
-        BY_KEYS = D <= 128,
+        ALL = DIM,
+        EACH = BY_KEYS ? DIM : DIM / 2, /* of a gradient, a consumer's */
+        PART = (EACH + 63) / 64,        /* panels of so many columns, which begin at one */
+        PANELS = DIM / EACH * PART
+    };
+};
+
+/* D columns of queries and keys, V of values. */
+template <int Q_DIM, int V_DIM> struct upi_cuda_bwd90_shape {
+    enum { D = Q_DIM, V = V_DIM, BY_KEYS = D <= 128 };
+    typedef upi_cuda_bwd90_division<BY_KEYS> division;
+    typedef upi_cuda_bwd90_columns<D, BY_KEYS> of_k; /* and of Q */
+    typedef upi_cuda_bwd90_columns<V, BY_KEYS> of_v; /* and of dO */
+    enum {
         CONSUMERS = 2,
         THREADS = 128 * (CONSUMERS + 1),
         KEYS = BY_KEYS ? 64 * CONSUMERS : 64,
-        ROWS = D > 64 ? 64 : 128,              /* queries in a tile */
-        COLUMNS = BY_KEYS ? D : D / CONSUMERS, /* of dK and dV, a consumer's */
-        PART = (COLUMNS + 63) / 64,            /* panels of so many columns, which begin at one */
-        PANELS = D / COLUMNS * PART,
-        APART = BY_KEYS ? 64 : COLUMNS, /* columns between the consumers' dQ, above head dim 64 */
-        ROUNDS = BY_KEYS ? 1 : PART,    /* in which a consumer passes on its part of dQ */
+        ROWS = D > 64 ? 64 : 128,               /* queries in a tile */
+        APART = BY_KEYS ? 64 : (int)of_k::EACH, /* columns between the consumers' dQ, above head dim 64 */
+        ROUNDS = BY_KEYS ? 1 : (int)of_k::PART, /* in which a consumer passes on its part of dQ */
         HELPER_REGISTERS = 24,
         REGISTERS = 240,
-        KEPT = KEYS * PANELS * 128, /* bytes */
-        TILE = ROWS * PANELS * 128,
+        Q_TILE = ROWS * of_k::PANELS * 128, /* bytes */
+        DOUT_TILE = ROWS * of_v::PANELS * 128,
         DOUT_SLOTS = BY_KEYS ? 2 : 1,
         DQ_SLOTS = BY_KEYS ? 2 : 1,
         DS = KEYS * ROWS * 2,
         P = BY_KEYS ? 0 : DS,
         DQ = 64 * 64 * 4, /* of a consumer and round */
-        AT_V = KEPT,
-        AT_Q = 2 * KEPT, /* two slots, and so of dS */
-        AT_DOUT = AT_Q + 2 * TILE,
-        AT_DS = AT_DOUT + DOUT_SLOTS * TILE,
+        AT_V = KEYS * of_k::PANELS * 128,
+        AT_Q = AT_V + KEYS * of_v::PANELS * 128, /* two slots, and so of dS */
+        AT_DOUT = AT_Q + 2 * Q_TILE,
+        AT_DS = AT_DOUT + DOUT_SLOTS * DOUT_TILE,
         AT_P = AT_DS + 2 * DS,
         AT_DQ = AT_P + P,
         AT_LSE = AT_DQ + DQ_SLOTS * CONSUMERS * DQ, /* two slots of lse and delta */
@@ -68,7 +79,6 @@ template <int D> struct upi_cuda_bwd90_shape {
         AT_EXACT = AT_TICKET + 4, /* two slots of a flag */
         SHARED = AT_EXACT + 12
     };
-    typedef upi_cuda_bwd90_division<BY_KEYS> division;
 };
 
 typedef struct upi_cuda_bwd90_args {
@@ -104,10 +114,9 @@ typedef struct upi_cuda_bwd90_tile {
     int n, h, m; /* number, head, tile of queries */
 } upi_cuda_bwd90_tile;
 
-template <int D>
+template <class shape>
 UPI_DEVICE upi_cuda_attn_bwd_tiles upi_cuda_bwd90_tiles(const upi_cuda_attn_bwd_args &g, int block)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     return g.a.runs != NULL ? upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, 1>(g, block)
                             : upi_cuda_attn_bwd_tiles_of<shape::KEYS, shape::ROWS, 0>(g, block);
 }
@@ -138,32 +147,30 @@ UPI_DEVICE uint32_t upi_cuda_bwd90_parity(int n)
 }
 
 /* The same of dO. */
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dout_full(uint32_t barriers, int n)
+template <class shape> UPI_DEVICE uint32_t upi_cuda_bwd90_dout_full(uint32_t barriers, int n)
 {
-    return upi_cuda_bwd90_slot(barriers + UPI_BWD90_DOUT_FULL, n % upi_cuda_bwd90_shape<D>::DOUT_SLOTS);
+    return upi_cuda_bwd90_slot(barriers + UPI_BWD90_DOUT_FULL, n % shape::DOUT_SLOTS);
 }
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dout_parity(int n)
+template <class shape> UPI_DEVICE uint32_t upi_cuda_bwd90_dout_parity(int n)
 {
-    return (uint32_t)(n / upi_cuda_bwd90_shape<D>::DOUT_SLOTS) % 2;
+    return (uint32_t)(n / shape::DOUT_SLOTS) % 2;
 }
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dout(int n)
+template <class shape> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dout(int n)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
-    return shape::AT_DOUT + (uint32_t)(n % shape::DOUT_SLOTS * shape::TILE);
+    return shape::AT_DOUT + (uint32_t)(n % shape::DOUT_SLOTS * shape::DOUT_TILE);
 }
 
 /* The same of dQ, which is passed on in `ROUNDS` rounds a tile; r counts rounds. */
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dq_barrier(uint32_t barriers, int r)
+template <class shape> UPI_DEVICE uint32_t upi_cuda_bwd90_dq_barrier(uint32_t barriers, int r)
 {
-    return upi_cuda_bwd90_slot(barriers, r % upi_cuda_bwd90_shape<D>::DQ_SLOTS);
+    return upi_cuda_bwd90_slot(barriers, r % shape::DQ_SLOTS);
 }
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_dq_parity(int r)
+template <class shape> UPI_DEVICE uint32_t upi_cuda_bwd90_dq_parity(int r)
 {
-    return (uint32_t)(r / upi_cuda_bwd90_shape<D>::DQ_SLOTS) % 2;
+    return (uint32_t)(r / shape::DQ_SLOTS) % 2;
 }
-template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dq(int r)
+template <class shape> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dq(int r)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     return shape::AT_DQ + (uint32_t)(r % shape::DQ_SLOTS * shape::CONSUMERS * shape::DQ);
 }
 
@@ -171,48 +178,46 @@ template <int D> UPI_DEVICE uint32_t upi_cuda_bwd90_at_dq(int r)
 
 /* `rows` rows of one head, panel by panel. A part of 96 columns fills its second panel to the half; what lies
  * behind, zeros or columns of the next part, no product reads but that of dQ by keys, which drops it. */
-template <int D, int ROWS>
+template <class of, int ROWS>
 UPI_DEVICE void upi_cuda_bwd90_load(uint32_t to, const upi_tensor_map *map, int row, int head, uint32_t full)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
-    upi_mbarrier_arrive_expect(full, ROWS * shape::PANELS * 128);
+    upi_mbarrier_arrive_expect(full, ROWS * of::PANELS * 128);
     UPI_UNROLL
-    for (int c = 0; c < shape::PANELS; ++c)
-        upi_tma_load(to + c * ROWS * 128, map, c / shape::PART * shape::COLUMNS + c % shape::PART * 64, row,
-                     head, full);
+    for (int c = 0; c < of::PANELS; ++c)
+        upi_tma_load(to + c * ROWS * 128, map, c / of::PART * of::EACH + c % of::PART * 64, row, head, full);
 }
 
 /* K, V, and every tile of Q and dO; one thread. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_produce(const upi_cuda_bwd90_args &x, const upi_cuda_bwd90_place &b)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t bars = b.base + shape::AT_BARRIERS;
-    upi_cuda_bwd90_load<D, shape::KEYS>(b.base, &x.k, b.block * shape::KEYS, b.kv, bars + UPI_BWD90_K_FULL);
+    upi_cuda_bwd90_load<typename shape::of_k, shape::KEYS>(b.base, &x.k, b.block * shape::KEYS, b.kv,
+                                                           bars + UPI_BWD90_K_FULL);
     UPI_CUDA_ATTN_TURNS(1)
     for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
          upi_cuda_bwd90_next(b, &t)) {
         upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n), upi_cuda_bwd90_parity(t.n) ^ 1);
-        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE, &x.q,
-                                            t.m * shape::ROWS, t.h,
-                                            upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n));
+        upi_cuda_bwd90_load<typename shape::of_k, shape::ROWS>(
+            b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::Q_TILE, &x.q, t.m * shape::ROWS, t.h,
+            upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n));
         if (t.n == 0)
-            upi_cuda_bwd90_load<D, shape::KEYS>(b.base + shape::AT_V, &x.v, b.block * shape::KEYS, b.kv,
-                                                bars + UPI_BWD90_V_FULL);
+            upi_cuda_bwd90_load<typename shape::of_v, shape::KEYS>(
+                b.base + shape::AT_V, &x.v, b.block * shape::KEYS, b.kv, bars + UPI_BWD90_V_FULL);
         if (shape::DOUT_SLOTS == 1)
-            upi_mbarrier_wait(bars + UPI_BWD90_DOUT_EMPTY, upi_cuda_bwd90_dout_parity<D>(t.n) ^ 1);
-        upi_cuda_bwd90_load<D, shape::ROWS>(b.base + upi_cuda_bwd90_at_dout<D>(t.n), &x.dout,
-                                            t.m * shape::ROWS, t.h, upi_cuda_bwd90_dout_full<D>(bars, t.n));
+            upi_mbarrier_wait(bars + UPI_BWD90_DOUT_EMPTY, upi_cuda_bwd90_dout_parity<shape>(t.n) ^ 1);
+        upi_cuda_bwd90_load<typename shape::of_v, shape::ROWS>(b.base + upi_cuda_bwd90_at_dout<shape>(t.n),
+                                                               &x.dout, t.m * shape::ROWS, t.h,
+                                                               upi_cuda_bwd90_dout_full<shape>(bars, t.n));
     }
 }
 
 /* lse, times log2(e), and delta of every tile; one warp. Of a tile with huge scores, or under a soft-cap, lse
  * comes as it is, and a flag says so. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
                                      unsigned char *shared)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t bars = b.base + shape::AT_BARRIERS;
     const int lane = (int)threadIdx.x % 32;
     UPI_CUDA_ATTN_TURNS(1)
@@ -244,10 +249,10 @@ UPI_DEVICE void upi_cuda_bwd90_stats(const upi_cuda_attn_bwd_args &g, const upi_
 
 /* A tile's sum is in memory, the wait having been a fence between the proxies too: the place of its last round is
  * the consumers', and the block after may add. */
-template <int D> UPI_DEVICE void upi_cuda_bwd90_pass_on(uint32_t bars, int n, int *turn, int add)
+template <class shape> UPI_DEVICE void upi_cuda_bwd90_pass_on(uint32_t bars, int n, int *turn, int add)
 {
-    const int r = (n + 1) * upi_cuda_bwd90_shape<D>::ROUNDS - 1;
-    upi_mbarrier_arrive(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r));
+    const int r = (n + 1) * shape::ROUNDS - 1;
+    upi_mbarrier_arrive(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_EMPTY, r));
     upi_add_release(turn, add);
 }
 
@@ -258,12 +263,12 @@ template <int D> UPI_DEVICE void upi_cuda_bwd90_pass_on(uint32_t bars, int n, in
  * A wait that its place has been read may last as long as one for the sum: both are one machine instruction. So a
  * place goes back with the turn of its tile, and the newest sum is waited for where nothing else can be done. Only
  * between two rounds of a tile, which share a place, is there a wait for reads. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_bwd90_place &b)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t bars = b.base + shape::AT_BARRIERS;
-    const int old = b.block > 0 ? upi_cuda_bwd90_tiles<D>(x.g, b.block - 1).end : 0; /* others have these */
+    const int old =
+        b.block > 0 ? upi_cuda_bwd90_tiles<shape>(x.g, b.block - 1).end : 0; /* others have these */
     int *before = NULL, add = 0; /* the turn of the tile whose sum is on its way, and what gives it on */
     UPI_CUDA_ATTN_TURNS(1)
     for (upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, x.g.a.group); t.n < b.count;
@@ -271,11 +276,12 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
         int *turn = x.g.turns + 1 + (int64_t)t.h * x.g.tiles + t.m;
         const int is_first = t.m >= old;
         int mine = is_first || upi_load_acquire(turn) == b.block;
-        if (before != NULL && !(shape::DQ_SLOTS > 1 && mine &&
-                                upi_mbarrier_test(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, t.n),
-                                                  upi_cuda_bwd90_dq_parity<D>(t.n)))) {
+        if (before != NULL &&
+            !(shape::DQ_SLOTS > 1 && mine &&
+              upi_mbarrier_test(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_FULL, t.n),
+                                upi_cuda_bwd90_dq_parity<shape>(t.n)))) {
             upi_bulk_wait<0>(); /* nothing else is to be done */
-            upi_cuda_bwd90_pass_on<D>(bars, t.n - 1, before, add);
+            upi_cuda_bwd90_pass_on<shape>(bars, t.n - 1, before, add);
             before = NULL;
         }
         for (; !mine; mine = upi_load_acquire(turn) == b.block) upi_pause();
@@ -283,13 +289,14 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
         UPI_CUDA_ATTN_TURNS(1)
         for (int round = 0; round < shape::ROUNDS; ++round) {
             const int r = t.n * shape::ROUNDS + round;
-            upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, r),
-                              upi_cuda_bwd90_dq_parity<D>(r));
+            upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_FULL, r),
+                              upi_cuda_bwd90_dq_parity<shape>(r));
             UPI_UNROLL
             for (int i = 0; i < 4; ++i) { /* two panels of each consumer */
-                const uint32_t from = b.base + upi_cuda_bwd90_at_dq<D>(r) + i * (shape::DQ / 2);
-                const int part = round * 64 + i % 2 * 32, column = (D > 64 ? i / 2 * shape::APART : 0) + part;
-                const int row = t.m * shape::ROWS + (D > 64 ? 0 : i / 2 * 64);
+                const uint32_t from = b.base + upi_cuda_bwd90_at_dq<shape>(r) + i * (shape::DQ / 2);
+                const int part = round * 64 + i % 2 * 32,
+                          column = (shape::D > 64 ? i / 2 * shape::APART : 0) + part;
+                const int row = t.m * shape::ROWS + (shape::D > 64 ? 0 : i / 2 * 64);
                 if (part >= shape::APART || column >= x.g.a.d) continue;
                 if (is_first && !x.g.a.merge)
                     upi_tma_store(&x.dq, column, row, t.h, from);
@@ -299,17 +306,17 @@ UPI_DEVICE void upi_cuda_bwd90_sum(const upi_cuda_bwd90_args &x, const upi_cuda_
             upi_bulk_commit();
             if (round == shape::ROUNDS - 1) break;
             upi_bulk_wait_read<0>();
-            upi_mbarrier_arrive(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r));
+            upi_mbarrier_arrive(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_EMPTY, r));
         }
         if (before != NULL) {
             upi_bulk_wait<1>(); /* the sum before */
-            upi_cuda_bwd90_pass_on<D>(bars, t.n - 1, before, add);
+            upi_cuda_bwd90_pass_on<shape>(bars, t.n - 1, before, add);
         }
         before = turn;
         add = is_first ? b.block + 1 : 1;
     }
     upi_bulk_wait<0>(); /* the last sum */
-    upi_cuda_bwd90_pass_on<D>(bars, b.count - 1, before, add);
+    upi_cuda_bwd90_pass_on<shape>(bars, b.count - 1, before, add);
     upi_mbarrier_arrive(bars + UPI_BWD90_DONE);
 }
 
@@ -322,55 +329,53 @@ UPI_DEVICE int upi_cuda_bwd90_row(void)
 }
 
 /* Starts s [64 keys][N queries] = kept rows times those of a tile: K Q^T, V dO^T. */
-template <int D, int N> UPI_DEVICE void upi_cuda_bwd90_dots(float *s, uint32_t at_kept, uint32_t at_tile)
+template <class shape, class of, int N>
+UPI_DEVICE void upi_cuda_bwd90_dots(float *s, uint32_t at_kept, uint32_t at_tile)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const uint64_t kept = upi_wgmma_rows(at_kept), tile = upi_wgmma_rows(at_tile);
-    const int steps = shape::COLUMNS / 16; /* of a part */
+    const int steps = of::EACH / 16; /* of a part */
     upi_wgmma_fence();
     UPI_UNROLL
-    for (int i = 0; i < D / 16; ++i) {
-        const int panel = i / steps * shape::PART + i % steps / 4, column = i % steps % 4 * 32;
+    for (int i = 0; i < of::ALL / 16; ++i) {
+        const int panel = i / steps * of::PART + i % steps / 4, column = i % steps % 4 * 32;
         upi_wgmma_ss<N, 0, 0>(s, upi_wgmma_further(kept, panel * shape::KEYS * 128 + column),
                               upi_wgmma_further(tile, panel * shape::ROWS * 128 + column), i > 0);
     }
     upi_wgmma_commit();
 }
 
-/* Starts out [64 keys][D] += x [64 keys][ROWS] times a tile: P^T dO, dS^T Q. */
-template <int D> UPI_DEVICE void upi_cuda_bwd90_times(float *out, const uint32_t *x, uint32_t at_tile)
+/* Starts out [64 keys][columns] += x [64 keys][ROWS] times a tile: P^T dO, dS^T Q. */
+template <class shape, class of>
+UPI_DEVICE void upi_cuda_bwd90_times(float *out, const uint32_t *x, uint32_t at_tile)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const uint64_t tile = upi_wgmma_columns(at_tile, shape::ROWS * 128);
     upi_wgmma_fence();
     UPI_UNROLL
     for (int i = 0; i < shape::ROWS / 16; ++i)
-        upi_wgmma_rs<D, 1>(out, x + 4 * i, upi_wgmma_further(tile, i * 16 * 128), 1);
+        upi_wgmma_rs<of::ALL, 1>(out, x + 4 * i, upi_wgmma_further(tile, i * 16 * 128), 1);
     upi_wgmma_commit();
 }
 
 /* The same out of shared memory, for the consumer's columns. */
-template <int D>
+template <class shape, class of>
 UPI_DEVICE void upi_cuda_bwd90_times_shared(float *out, uint32_t at_x, uint32_t at_tile, int group)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
-    const uint32_t columns = (uint32_t)group * shape::PART * shape::ROWS * 128;
+    const uint32_t columns = (uint32_t)group * of::PART * shape::ROWS * 128;
     const uint64_t x = upi_wgmma_rows(at_x), tile = upi_wgmma_columns(at_tile + columns, shape::ROWS * 128);
     upi_wgmma_fence();
     UPI_UNROLL
     for (int i = 0; i < shape::ROWS / 16; ++i)
-        upi_wgmma_ss<shape::COLUMNS, 0, 1>(out, upi_wgmma_further(x, i * 32),
-                                           upi_wgmma_further(tile, i * 16 * 128), 1);
+        upi_wgmma_ss<of::EACH, 0, 1>(out, upi_wgmma_further(x, i * 32), upi_wgmma_further(tile, i * 16 * 128),
+                                     1);
     upi_wgmma_commit();
 }
 
 /* Starts dq [64][64], the consumer's half: dS K. */
-template <int D> UPI_DEVICE void upi_cuda_bwd90_dq(float *dq, uint32_t at_ds, uint32_t at_k, int group)
+template <class shape> UPI_DEVICE void upi_cuda_bwd90_dq(float *dq, uint32_t at_ds, uint32_t at_k, int group)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t half = (uint32_t)group * shape::KEYS * 128;
-    const uint64_t ds = upi_wgmma_columns(at_ds + (D > 64 ? 0 : half), shape::KEYS * 128);
-    const uint64_t k = upi_wgmma_columns(at_k + (D > 64 ? half : 0), shape::KEYS * 128);
+    const uint64_t ds = upi_wgmma_columns(at_ds + (shape::D > 64 ? 0 : half), shape::KEYS * 128);
+    const uint64_t k = upi_wgmma_columns(at_k + (shape::D > 64 ? half : 0), shape::KEYS * 128);
     upi_wgmma_fence();
     UPI_UNROLL
     for (int i = 0; i < shape::KEYS / 16; ++i)
@@ -379,19 +384,18 @@ template <int D> UPI_DEVICE void upi_cuda_bwd90_dq(float *dq, uint32_t at_ds, ui
     upi_wgmma_commit();
 }
 
-/* The same where it is half of the columns: [64][COLUMNS]. */
-template <int D>
+/* The same where it is half of the columns: [64][of_k::EACH]. */
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_dq_columns(float *dq, uint32_t at_ds, uint32_t at_k, int group)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
-    const uint32_t columns = (uint32_t)group * shape::PART * shape::KEYS * 128;
+    const uint32_t columns = (uint32_t)group * shape::of_k::PART * shape::KEYS * 128;
     const uint64_t ds = upi_wgmma_columns(at_ds, shape::KEYS * 128);
     const uint64_t k = upi_wgmma_columns(at_k + columns, shape::KEYS * 128);
     upi_wgmma_fence();
     UPI_UNROLL
     for (int i = 0; i < shape::KEYS / 16; ++i)
-        upi_wgmma_ss<shape::COLUMNS, 1, 1>(dq, upi_wgmma_further(ds, i * 16 * 128),
-                                           upi_wgmma_further(k, i * 16 * 128), i > 0);
+        upi_wgmma_ss<shape::of_k::EACH, 1, 1>(dq, upi_wgmma_further(ds, i * 16 * 128),
+                                              upi_wgmma_further(k, i * 16 * 128), i > 0);
     upi_wgmma_commit();
 }
 
@@ -485,14 +489,13 @@ UPI_DEVICE void upi_cuda_bwd90_share(uint32_t panel, const uint32_t *x, int key,
 
 /* `columns`, at most 64, of the consumer's half of dQ, round r, go to its place in shared memory, as panels of
  * 32. Odd rows take columns in another order: what a half warp writes at once lies in different banks. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_store(unsigned char *shared, const float *dq, int group, int r, int columns)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const int thread = upi_cuda_attn_anew((int)threadIdx.x) % 128, row = thread / 32 * 16 + thread % 32 / 4;
     const int odd = row % 2;
     const uint32_t to = upi_panel_at(64, row, thread % 4 / 2 + odd * 4) + (uint32_t)(thread % 2 * 8);
-    unsigned char *half_dq = shared + upi_cuda_bwd90_at_dq<D>(r) + group * shape::DQ;
+    unsigned char *half_dq = shared + upi_cuda_bwd90_at_dq<shape>(r) + group * shape::DQ;
     UPI_UNROLL
     for (int i = 0; i < 16; ++i) { /* eight columns of a row, then of the one 8 below */
         upi_cuda_attn_pair *pair =
@@ -528,14 +531,13 @@ UPI_DEVICE void upi_cuda_bwd90_weights(const upi_cuda_attn_args &a, float *s, ui
 
 /* One tile. Its dK is still under way at the end, and that of the one before at the beginning; until then ds
  * may not change. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<1>, const upi_cuda_attn_args &a,
                                     const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
                                     unsigned char *shared, int group, uint32_t *ds, float *dk, float *dv)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
-    const uint32_t bars = b.base + shape::AT_BARRIERS, at_dout = b.base + upi_cuda_bwd90_at_dout<D>(t.n);
-    const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE;
+    const uint32_t bars = b.base + shape::AT_BARRIERS, at_dout = b.base + upi_cuda_bwd90_at_dout<shape>(t.n);
+    const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::Q_TILE;
     const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
     const uint32_t mine = b.base + (uint32_t)group * 64 * 128; /* keys */
     const float *lse =
@@ -545,21 +547,21 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<1>, const upi_cuda_a
     float s[shape::ROWS / 2], dp[32], dq[32];
     uint32_t p[shape::ROWS / 4];
     upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n), upi_cuda_bwd90_parity(t.n));
-    upi_cuda_bwd90_dots<D, shape::ROWS>(s, mine, at_q);
+    upi_cuda_bwd90_dots<shape, typename shape::of_k, shape::ROWS>(s, mine, at_q);
     whole = upi_cuda_bwd90_whole(a, k0, q0, shape::ROWS);
     upi_wgmma_wait<1>(); /* dK is there, of the tile before */
     if (t.n > 0) upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n + 1));
-    upi_mbarrier_wait(upi_cuda_bwd90_dout_full<D>(bars, t.n), upi_cuda_bwd90_dout_parity<D>(t.n));
-    upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_dout);
+    upi_mbarrier_wait(upi_cuda_bwd90_dout_full<shape>(bars, t.n), upi_cuda_bwd90_dout_parity<shape>(t.n));
+    upi_cuda_bwd90_dots<shape, typename shape::of_v, 64>(dp, mine + shape::AT_V, at_dout);
     upi_wgmma_wait<1>(); /* S is there */
     upi_cuda_bwd90_weights<shape::ROWS>(a, s, p, lse, ((const int *)(shared + shape::AT_EXACT))[t.n % 2],
                                         whole, k0, q0);
-    upi_cuda_bwd90_times<D>(dv, p, at_dout);
+    upi_cuda_bwd90_times<shape, typename shape::of_v>(dv, p, at_dout);
     upi_wgmma_wait<1>(); /* dP is */
     upi_cuda_bwd90_slopes<64>(ds, s, dp, lse + shape::ROWS);
     upi_cuda_bwd90_share<64>(at_ds, ds, group * 64, 0);
     if (shape::ROWS > 64) { /* dP comes in two halves, for there are no registers for more */
-        upi_cuda_bwd90_dots<D, 64>(dp, mine + shape::AT_V, at_dout + 64 * 128);
+        upi_cuda_bwd90_dots<shape, typename shape::of_v, 64>(dp, mine + shape::AT_V, at_dout + 64 * 128);
         upi_wgmma_wait<0>();
         upi_cuda_bwd90_slopes<64>(ds + 16, s + 32, dp, lse + shape::ROWS + 64);
         upi_cuda_bwd90_share<64>(at_ds + shape::KEYS * 128, ds + 16, group * 64, 0);
@@ -567,27 +569,26 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<1>, const upi_cuda_a
     upi_fence_async_shared(); /* dS */
     /* it is there, of both; and both are through with that of the tile before */
     upi_barrier_sync(1, shape::CONSUMERS * 128);
-    upi_cuda_bwd90_dq<D>(dq, at_ds, b.base, group);
-    upi_cuda_bwd90_times<D>(dk, ds, at_q);
+    upi_cuda_bwd90_dq<shape>(dq, at_ds, b.base, group);
+    upi_cuda_bwd90_times<shape, typename shape::of_k>(dk, ds, at_q);
     upi_wgmma_wait<1>(); /* dV and dQ are */
-    upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, t.n),
-                      upi_cuda_bwd90_dq_parity<D>(t.n) ^ 1);
-    upi_cuda_bwd90_store<D>(shared, dq, group, t.n, 64);
-    upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, t.n));
+    upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_EMPTY, t.n),
+                      upi_cuda_bwd90_dq_parity<shape>(t.n) ^ 1);
+    upi_cuda_bwd90_store<shape>(shared, dq, group, t.n, 64);
+    upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_FULL, t.n));
 }
 
 /* The same for keys that the consumers share; of queries they have ROWS / 2 each. It is dS in shared memory
  * that may not change. P needs no second slot: only dV reads it, and all of those are through when the next
  * dO is there. */
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<0>, const upi_cuda_attn_args &a,
                                     const upi_cuda_bwd90_place &b, const upi_cuda_bwd90_tile &t,
                                     unsigned char *shared, int group, uint32_t *ds, float *dk, float *dv)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const int ROWS = shape::ROWS / 2;
-    const uint32_t bars = b.base + shape::AT_BARRIERS, at_dout = b.base + upi_cuda_bwd90_at_dout<D>(t.n);
-    const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::TILE;
+    const uint32_t bars = b.base + shape::AT_BARRIERS, at_dout = b.base + upi_cuda_bwd90_at_dout<shape>(t.n);
+    const uint32_t at_q = b.base + shape::AT_Q + (uint32_t)t.n % 2 * shape::Q_TILE;
     const uint32_t at_ds = b.base + shape::AT_DS + (uint32_t)t.n % 2 * shape::DS;
     const uint32_t at_p = b.base + shape::AT_P;
     const uint32_t mine = (uint32_t)(group * ROWS * 128); /* queries */
@@ -595,15 +596,15 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<0>, const upi_cuda_a
                        (int)threadIdx.x % 4 * 2;
     const int k0 = b.block * shape::KEYS, q0 = t.m * shape::ROWS + group * ROWS;
     int whole;
-    float s[ROWS / 2], dp[ROWS / 2], dq[shape::COLUMNS / 2];
+    float s[ROWS / 2], dp[ROWS / 2], dq[shape::of_k::EACH / 2];
     uint32_t p[ROWS / 4];
     upi_mbarrier_wait(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_FULL, t.n), upi_cuda_bwd90_parity(t.n));
-    upi_cuda_bwd90_dots<D, ROWS>(s, b.base, at_q + mine);
+    upi_cuda_bwd90_dots<shape, typename shape::of_k, ROWS>(s, b.base, at_q + mine);
     whole = upi_cuda_bwd90_whole(a, k0, q0, ROWS);
     upi_wgmma_wait<1>(); /* dK is there, of the tile before */
     if (t.n > 0) upi_cuda_bwd90_done(upi_cuda_bwd90_slot(bars + UPI_BWD90_Q_EMPTY, t.n + 1));
-    upi_mbarrier_wait(upi_cuda_bwd90_dout_full<D>(bars, t.n), upi_cuda_bwd90_dout_parity<D>(t.n));
-    upi_cuda_bwd90_dots<D, ROWS>(dp, b.base + shape::AT_V, at_dout + mine);
+    upi_mbarrier_wait(upi_cuda_bwd90_dout_full<shape>(bars, t.n), upi_cuda_bwd90_dout_parity<shape>(t.n));
+    upi_cuda_bwd90_dots<shape, typename shape::of_v, ROWS>(dp, b.base + shape::AT_V, at_dout + mine);
     upi_wgmma_wait<1>(); /* S is there */
     upi_cuda_bwd90_weights<ROWS>(a, s, p, lse, ((const int *)(shared + shape::AT_EXACT))[t.n % 2], whole, k0,
                                  q0);
@@ -614,72 +615,71 @@ UPI_DEVICE void upi_cuda_bwd90_step(upi_cuda_bwd90_division<0>, const upi_cuda_a
     upi_fence_async_shared(); /* P and dS */
     /* they are there, of both; and both are through with dS of the tile before */
     upi_barrier_sync(1, shape::CONSUMERS * 128);
-    upi_cuda_bwd90_times_shared<D>(dv, at_p, at_dout, group);
-    upi_cuda_bwd90_dq_columns<D>(dq, at_ds, b.base, group);
-    upi_cuda_bwd90_times_shared<D>(dk, at_ds, at_q, group);
+    upi_cuda_bwd90_times_shared<shape, typename shape::of_v>(dv, at_p, at_dout, group);
+    upi_cuda_bwd90_dq_columns<shape>(dq, at_ds, b.base, group);
+    upi_cuda_bwd90_times_shared<shape, typename shape::of_k>(dk, at_ds, at_q, group);
     upi_wgmma_wait<2>(); /* dV is */
     upi_cuda_bwd90_done(bars + UPI_BWD90_DOUT_EMPTY);
     upi_wgmma_wait<1>(); /* dQ is */
     UPI_UNROLL
     for (int round = 0; round < shape::ROUNDS; ++round) {
         const int r = t.n * shape::ROUNDS + round;
-        upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_EMPTY, r),
-                          upi_cuda_bwd90_dq_parity<D>(r) ^ 1);
-        upi_cuda_bwd90_store<D>(shared, dq + 32 * round, group, r, shape::COLUMNS - round * 64);
-        upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<D>(bars + UPI_BWD90_DQ_FULL, r));
+        upi_mbarrier_wait(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_EMPTY, r),
+                          upi_cuda_bwd90_dq_parity<shape>(r) ^ 1);
+        upi_cuda_bwd90_store<shape>(shared, dq + 32 * round, group, r, shape::of_k::EACH - round * 64);
+        upi_cuda_bwd90_done(upi_cuda_bwd90_dq_barrier<shape>(bars + UPI_BWD90_DQ_FULL, r));
     }
 }
 
 /* The gradients of the consumer's keys and columns, to registers, or back. Where they lie is made anew, not
  * kept. */
-template <int D, int BACK, int N>
+template <class shape, int BACK, int N, int M>
 UPI_DEVICE void upi_cuda_bwd90_grads(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
-                                     int group, float (&dk)[N][4], float (&dv)[N][4])
+                                     int group, float (&dk)[N][4], float (&dv)[M][4])
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const int64_t k0 = (int64_t)upi_cuda_attn_anew(b.block) * shape::KEYS;
     const int left = upi_cuda_attn_near(g.a.keys - k0, 1); /* keys of the block, and beyond */
     const int first =
         (shape::BY_KEYS ? group * 64 : 0) + upi_cuda_attn_anew((int)threadIdx.x) % 128 / 32 * 16;
-    const int column = shape::BY_KEYS ? 0 : group * shape::COLUMNS;
+    const int k_column = shape::BY_KEYS ? 0 : group * shape::of_k::EACH;
+    const int v_column = shape::BY_KEYS ? 0 : group * shape::of_v::EACH;
     float *dk_at = g.dk + b.kv * g.dk_head + k0 * g.dk_stride,
           *dv_at = g.dv + b.kv * g.dv_head + k0 * g.dv_stride;
     if (BACK) {
-        upi_cuda_attn_grad_put<N, 1>(dk, dk_at, g.dk_stride, left, first, column, g.a.d);
-        upi_cuda_attn_grad_put<N, 1>(dv, dv_at, g.dv_stride, left, first, column, g.a.v_dim);
+        upi_cuda_attn_grad_put<N, 1>(dk, dk_at, g.dk_stride, left, first, k_column, g.a.d);
+        upi_cuda_attn_grad_put<M, 1>(dv, dv_at, g.dv_stride, left, first, v_column, g.a.v_dim);
     } else {
-        upi_cuda_attn_grad_get<N, 1>(dk, dk_at, g.dk_stride, left, first, column, g.a.d);
-        upi_cuda_attn_grad_get<N, 1>(dv, dv_at, g.dv_stride, left, first, column, g.a.v_dim);
+        upi_cuda_attn_grad_get<N, 1>(dk, dk_at, g.dk_stride, left, first, k_column, g.a.d);
+        upi_cuda_attn_grad_get<M, 1>(dv, dv_at, g.dv_stride, left, first, v_column, g.a.v_dim);
     }
 }
 
-template <int D>
+template <class shape>
 UPI_DEVICE void upi_cuda_bwd90_consume(const upi_cuda_attn_bwd_args &g, const upi_cuda_bwd90_place &b,
                                        unsigned char *shared, int group)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
     const uint32_t bars = b.base + shape::AT_BARRIERS;
-    float dk[shape::COLUMNS / 8][4], dv[shape::COLUMNS / 8][4];
+    float dk[shape::of_k::EACH / 8][4], dv[shape::of_v::EACH / 8][4];
     uint32_t ds[shape::ROWS / 4];
     upi_cuda_bwd90_tile t = upi_cuda_bwd90_first(b, g.a.group);
-    upi_cuda_bwd90_grads<D, 0>(g, b, group, dk, dv);
+    upi_cuda_bwd90_grads<shape, 0>(g, b, group, dk, dv);
     upi_mbarrier_wait(bars + UPI_BWD90_K_FULL, 0);
     upi_mbarrier_wait(bars + UPI_BWD90_V_FULL, 0);
     UPI_CUDA_ATTN_TURNS(1)
     for (; t.n < b.count; upi_cuda_bwd90_next(b, &t))
-        upi_cuda_bwd90_step<D>(typename shape::division(), g.a, b, t, shared, group, ds, dk[0], dv[0]);
+        upi_cuda_bwd90_step<shape>(typename shape::division(), g.a, b, t, shared, group, ds, dk[0], dv[0]);
     upi_wgmma_wait<0>();
-    upi_cuda_bwd90_grads<D, 1>(g, b, group, dk, dv);
+    upi_cuda_bwd90_grads<shape, 1>(g, b, group, dk, dv);
 }
 
 /* ---- the kernels ---- */
 
-template <int D>
-UPI_HOPPER_KERNEL((upi_cuda_bwd90_shape<D>::THREADS))
+template <int D, int V>
+UPI_HOPPER_KERNEL((upi_cuda_bwd90_shape<D, V>::THREADS))
 void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
 {
 #if UPI_HOPPER_CODE
-    typedef upi_cuda_bwd90_shape<D> shape;
+    typedef upi_cuda_bwd90_shape<D, V> shape;
     UPI_SHARED(unsigned char, shared);
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0); /* the same in every lane */
     const int kv_heads = x.g.a.heads / x.g.a.group;
@@ -705,7 +705,7 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
     __syncthreads();
     b.block = *ticket / kv_heads; /* fewer keys ahead, earlier ticket */
     b.kv = *ticket % kv_heads;
-    b.tiles = upi_cuda_bwd90_tiles<D>(x.g, b.block);
+    b.tiles = upi_cuda_bwd90_tiles<shape>(x.g, b.block);
     b.count = (b.tiles.end - b.tiles.first) * x.g.a.group;
     if (b.count <= 0) return;
     if (warp < 4) {
@@ -713,12 +713,12 @@ void upi_cuda_bwd90_kernel(UPI_BY_VALUE upi_cuda_bwd90_args x)
         if (warp == 3 && x.watch != NULL)
             upi_cuda_attn_watch<D, shape::KEYS, 1, UPI_BWD90_DONE / 8>(x.watch, *ticket,
                                                                        b.base + shape::AT_BARRIERS);
-        if (threadIdx.x == 0) upi_cuda_bwd90_produce<D>(x, b);
-        if (warp == 1) upi_cuda_bwd90_stats<D>(x.g, b, shared);
-        if (threadIdx.x == 64) upi_cuda_bwd90_sum<D>(x, b);
+        if (threadIdx.x == 0) upi_cuda_bwd90_produce<shape>(x, b);
+        if (warp == 1) upi_cuda_bwd90_stats<shape>(x.g, b, shared);
+        if (threadIdx.x == 64) upi_cuda_bwd90_sum<shape>(x, b);
     } else {
         upi_registers_more<shape::REGISTERS>();
-        upi_cuda_bwd90_consume<D>(x.g, b, shared, warp / 4 - 1);
+        upi_cuda_bwd90_consume<shape>(x.g, b, shared, warp / 4 - 1);
     }
 #endif
 }
@@ -747,12 +747,12 @@ template <int ROWS> UPI_KERNEL(256, 1) void upi_cuda_bwd90_round_kernel(const up
 /* ---- host ---- */
 
 /* Why this kernel cannot run: the device's space, or the unit's code; NULL if it can. */
-template <int D> UPIPE_API const char *upi_cuda_bwd90_missing(const upipe_cuda *device)
+template <int D, int V> UPIPE_API const char *upi_cuda_bwd90_missing(const upipe_cuda *device)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
+    typedef upi_cuda_bwd90_shape<D, V> shape;
     return upi_cuda_hopper_missing(
         device, shape::SHARED,
-        UPI_HOPPER_FITS((upi_cuda_bwd90_kernel<D>), shape::THREADS,
+        UPI_HOPPER_FITS((upi_cuda_bwd90_kernel<D, V>), shape::THREADS,
                         128 * (shape::HELPER_REGISTERS + shape::CONSUMERS * shape::REGISTERS)));
 }
 
@@ -770,18 +770,19 @@ UPIPE_API const char *upi_cuda_bwd90_obstacle(upipe_ctx *c, const upipe_attn_gra
         return "no tensor map has these strides";
     if ((a->q.n / 64 + 1) * a->q.h > INT32_MAX || (a->k.n / 64 + 1) * a->k.h > INT32_MAX)
         return "32 bits do not count the blocks";
-    return columns <= 64    ? upi_cuda_bwd90_missing<64>(self)
-           : columns <= 96  ? upi_cuda_bwd90_missing<96>(self)
-           : columns <= 128 ? upi_cuda_bwd90_missing<128>(self)
-           : columns <= 192 ? upi_cuda_bwd90_missing<192>(self)
-                            : upi_cuda_bwd90_missing<256>(self);
+    return columns <= 64                 ? upi_cuda_bwd90_missing<64, 64>(self)
+           : columns <= 96               ? upi_cuda_bwd90_missing<96, 96>(self)
+           : columns <= 128              ? upi_cuda_bwd90_missing<128, 128>(self)
+           : upi_cuda_attn_is_192_128(a) ? upi_cuda_bwd90_missing<192, 128>(self)
+           : columns <= 192              ? upi_cuda_bwd90_missing<192, 192>(self)
+                                         : upi_cuda_bwd90_missing<256, 256>(self);
 }
 
-template <int D>
+template <int D, int V>
 UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad *call,
                                              const upi_cuda_attn_bwd_args *g)
 {
-    typedef upi_cuda_bwd90_shape<D> shape;
+    typedef upi_cuda_bwd90_shape<D, V> shape;
     const upipe_attn *a = &call->a;
     upipe_view sums = call->dq;
     upi_cuda_bwd90_args x;
@@ -798,12 +799,12 @@ UPIPE_API upipe_status upi_cuda_bwd90_launch(upipe_ctx *c, const upipe_attn_grad
     UPIPE_TRY(upi_tensor_map_make(c, &x.v, a->v, shape::KEYS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.dout, call->dout, shape::ROWS));
     UPIPE_TRY(upi_tensor_map_make(c, &x.dq, sums, 64));
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_bwd90_kernel<D>), shape::SHARED));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_bwd90_kernel<D, V>), shape::SHARED));
     UPIPE_CUDA_TRY(&c->err,
                    cudaMemsetAsync(g->turns, 0, (1 + (size_t)x.g.tiles * (size_t)a->q.h) * sizeof(int),
                                    (cudaStream_t)c->stream));
     if (g->a.runs != NULL) UPIPE_TRY(upi_cuda_attn_key_runs(c, a, (upi_cuda_attn_run *)g->a.runs));
-    UPIPE_TRY(UPI_LAUNCH(c, (upi_cuda_bwd90_kernel<D>), (unsigned)(x.g.blocks * a->k.h), shape::THREADS,
+    UPIPE_TRY(UPI_LAUNCH(c, (upi_cuda_bwd90_kernel<D, V>), (unsigned)(x.g.blocks * a->k.h), shape::THREADS,
                          shape::SHARED, x));
     if (a->merge) return UPIPE_OK;
     return UPI_LAUNCH(c, (upi_cuda_bwd90_round_kernel<shape::ROWS>), (unsigned)(x.g.tiles * a->q.h), 256, 0,
@@ -815,11 +816,12 @@ UPIPE_API upipe_status upi_cuda_attn_bwd90(upipe_ctx *c, const upipe_attn_grad *
                                            const upi_cuda_attn_bwd_args *g)
 {
     const int columns = upi_cuda_attn_columns(&call->a);
-    return columns <= 64    ? upi_cuda_bwd90_launch<64>(c, call, g)
-           : columns <= 96  ? upi_cuda_bwd90_launch<96>(c, call, g)
-           : columns <= 128 ? upi_cuda_bwd90_launch<128>(c, call, g)
-           : columns <= 192 ? upi_cuda_bwd90_launch<192>(c, call, g)
-                            : upi_cuda_bwd90_launch<256>(c, call, g);
+    return columns <= 64                        ? upi_cuda_bwd90_launch<64, 64>(c, call, g)
+           : columns <= 96                      ? upi_cuda_bwd90_launch<96, 96>(c, call, g)
+           : columns <= 128                     ? upi_cuda_bwd90_launch<128, 128>(c, call, g)
+           : upi_cuda_attn_is_192_128(&call->a) ? upi_cuda_bwd90_launch<192, 128>(c, call, g)
+           : columns <= 192                     ? upi_cuda_bwd90_launch<192, 192>(c, call, g)
+                                                : upi_cuda_bwd90_launch<256, 256>(c, call, g);
 }
 
 #endif

@@ -6,7 +6,7 @@
  *     o           bf16 or f32
  *     rows        of q, k, v, o begin at multiples of 16 bytes: base and strides
  *     head dims   32 .. 256 in steps of 8, by kernels for 64, 96, 128, 192 and 256 whose last columns are zeros; the
- *                 greater of q's and v's counts
+ *                 greater of q's and v's counts. One more is for 192 of q and 128 of v
  *
  * A block takes 128 queries of one head (64 at head dim 256), a warp 32 of them as two tiles of 16, so that
  * each fragment of K or V that is read from shared memory feeds four products; with one tile, reading would
@@ -54,9 +54,9 @@ UPI_DEVICE uint32_t upi_cuda_attn_chunk(uint32_t at, int add)
     return (at ^ (uint32_t)((add & 7) << 4)) + (uint32_t)((add & ~7) << 4);
 }
 
-/* Starts copying a tile: ROWS rows of d elements from row `first` on of the `rows` rows at `from`. Rows and
- * columns beyond the last become zeros. */
-template <int D, int ROWS, int THREADS>
+/* Starts copying a tile: ROWS rows of d elements from row `first` on of the `rows` rows at `from`. Rows beyond the
+ * last, and columns beyond it before MOST, become zeros. */
+template <int D, int MOST, int ROWS, int THREADS>
 UPI_DEVICE void upi_cuda_attn_load(uint32_t to, const upi_bf16 *from, int64_t step, int64_t first,
                                    int64_t rows, int d)
 {
@@ -64,7 +64,7 @@ UPI_DEVICE void upi_cuda_attn_load(uint32_t to, const upi_bf16 *from, int64_t st
     const int chunks = upi_cuda_attn_row<D>::COLUMNS / 8, stride = THREADS / chunks;
     const int c = tid % chunks, r = tid / chunks;
     const int end = c * 8 >= d ? 0 : rows - first < ROWS ? (int)(rows - first) : ROWS;
-    if (c * 8 >= D) return;
+    if (c * 8 >= MOST) return;
     from += (first + r) * step + c * 8;
     UPI_UNROLL
     for (int i = 0; i < ROWS; i += stride, from += stride * step)
@@ -149,17 +149,17 @@ UPI_DEVICE upi_cuda_attn_fwd_place upi_cuda_attn_fwd_here(const upi_cuda_attn_ar
 }
 
 /* What a lane has of its warp's rows. */
-template <int D> struct upi_cuda_attn_fwd_rows {
+template <int D, int V> struct upi_cuda_attn_fwd_rows {
     enum { TILES = upi_cuda_attn_fwd_shape<D>::TILES };
-    float o[TILES][D / 2], top[TILES][2], sum[TILES][2];
+    float o[TILES][V / 2], top[TILES][2], sum[TILES][2];
 };
 
-template <int D> UPI_DEVICE void upi_cuda_attn_fwd_begin(upi_cuda_attn_fwd_rows<D> &x)
+template <int D, int V> UPI_DEVICE void upi_cuda_attn_fwd_begin(upi_cuda_attn_fwd_rows<D, V> &x)
 {
     UPI_UNROLL
     for (int m = 0; m < x.TILES; ++m) {
         UPI_UNROLL
-        for (int i = 0; i < D / 2; ++i) x.o[m][i] = 0;
+        for (int i = 0; i < V / 2; ++i) x.o[m][i] = 0;
         UPI_UNROLL
         for (int half = 0; half < 2; ++half) {
             x.top[m][half] = -INFINITY;
@@ -169,13 +169,13 @@ template <int D> UPI_DEVICE void upi_cuda_attn_fwd_begin(upi_cuda_attn_fwd_rows<
 }
 
 /* Starts copying the keys, or the values, of tile n to `to`. */
-template <int D>
+template <int D, int MOST>
 UPI_DEVICE void upi_cuda_attn_fwd_load(uint32_t to, const upi_bf16 *from, int64_t step, int n,
                                        const upi_cuda_attn_args &a, int columns)
 {
     typedef upi_cuda_attn_fwd_shape<D> shape;
-    upi_cuda_attn_load<D, shape::KEYS, shape::THREADS>(to, from, step, (int64_t)n * shape::KEYS, a.keys,
-                                                       columns);
+    upi_cuda_attn_load<D, MOST, shape::KEYS, shape::THREADS>(to, from, step, (int64_t)n * shape::KEYS, a.keys,
+                                                             columns);
 }
 
 /* s = Q K^T, of the tile at `at`. */
@@ -250,8 +250,8 @@ template <int N> UPI_DEVICE float upi_cuda_attn_fwd_most(const float (&s)[N], in
 
 /* Scores become weights, as operands of the next product. Only if a row of the warp has a new top, older sums and
  * values are rescaled. */
-template <int D, int TILES, int N>
-UPI_DEVICE void upi_cuda_attn_fwd_weigh(upi_cuda_attn_fwd_rows<D> &x, uint32_t (&p)[TILES][N / 2],
+template <int D, int V, int TILES, int N>
+UPI_DEVICE void upi_cuda_attn_fwd_weigh(upi_cuda_attn_fwd_rows<D, V> &x, uint32_t (&p)[TILES][N / 2],
                                         const float (&s)[TILES][N], float rate)
 {
     int rises = 0;
@@ -272,7 +272,7 @@ UPI_DEVICE void upi_cuda_attn_fwd_weigh(upi_cuda_attn_fwd_rows<D> &x, uint32_t (
                 x.top[m][half] = most;
                 x.sum[m][half] *= fold;
                 UPI_UNROLL
-                for (int i = 0; i < D / 8; ++i) {
+                for (int i = 0; i < V / 8; ++i) {
                     x.o[m][4 * i + 2 * half] *= fold;
                     x.o[m][4 * i + 2 * half + 1] *= fold;
                 }
@@ -294,13 +294,13 @@ UPI_DEVICE void upi_cuda_attn_fwd_weigh(upi_cuda_attn_fwd_rows<D> &x, uint32_t (
 }
 
 /* o += P V, of the tile at `at`. */
-template <int D, int TILES, int N>
-UPI_DEVICE void upi_cuda_attn_fwd_values(float (&o)[TILES][D / 2], const uint32_t (&p)[TILES][N], uint32_t at)
+template <int D, int V, int TILES, int N>
+UPI_DEVICE void upi_cuda_attn_fwd_values(float (&o)[TILES][V / 2], const uint32_t (&p)[TILES][N], uint32_t at)
 {
     UPI_UNROLL
     for (int j = 0; j < N / 4; ++j) {
         UPI_UNROLL
-        for (int i = 0; i < D / 8; i += 2) {
+        for (int i = 0; i < V / 8; i += 2) {
             uint32_t v[4];
             upi_load_matrix4_trans(v, upi_cuda_attn_chunk(at, i) + j * 16 * upi_cuda_attn_fwd_shape<D>::ROW);
             UPI_UNROLL
@@ -313,9 +313,9 @@ UPI_DEVICE void upi_cuda_attn_fwd_values(float (&o)[TILES][D / 2], const uint32_
 }
 
 /* The rows' ends. f32 goes to memory, bf16 to the warp's rows of Q. */
-template <int D>
+template <int D, int V>
 UPI_DEVICE void upi_cuda_attn_fwd_output(const upi_cuda_attn_args &a, const upi_cuda_attn_fwd_place &x,
-                                         const upi_cuda_attn_fwd_rows<D> &rows, unsigned char *shared)
+                                         const upi_cuda_attn_fwd_rows<D, V> &rows, unsigned char *shared)
 {
     UPI_UNROLL
     for (int m = 0; m < rows.TILES; ++m) {
@@ -327,7 +327,7 @@ UPI_DEVICE void upi_cuda_attn_fwd_output(const upi_cuda_attn_args &a, const upi_
             const upi_cuda_attn_end end = upi_cuda_attn_finish(a, x.head, query, rows.top[m][half],
                                                                upi_cuda_attn_quad_sum(rows.sum[m][half]));
             UPI_UNROLL
-            for (int i = 0; i < D / 8; ++i) {
+            for (int i = 0; i < V / 8; ++i) {
                 const int64_t to = query * a.o_stride + x.head * a.o_head + i * 8 + x.lane % 4 * 2;
                 upi_cuda_attn_pair *pair = (upi_cuda_attn_pair *)((float *)a.o + to);
                 float first = rows.o[m][4 * i + 2 * half] * end.weight;
@@ -359,7 +359,7 @@ UPI_DEVICE void upi_cuda_attn_fwd_store(const upi_cuda_attn_args &a, const upi_c
                 *(const upi_cuda_attn_chunk16 *)(shared + upi_cuda_attn_at<D>(r + i, c));
 }
 
-template <int D, int MASKED>
+template <int D, int V, int MASKED>
 UPI_KERNEL(upi_cuda_attn_fwd_shape<D>::THREADS, upi_cuda_attn_fwd_shape<D>::BLOCKS)
 void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
 {
@@ -369,15 +369,15 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
     const int first = x.ours.first, tiles = x.ours.end;
     upi_cuda_attn_fwd_aside *aside = (upi_cuda_attn_fwd_aside *)(shared + shape::ASIDE);
     uint32_t at = x.ring; /* of the tile in hand: K, then V */
-    upi_cuda_attn_fwd_rows<D> rows;
-    upi_cuda_attn_fwd_begin<D>(rows);
+    upi_cuda_attn_fwd_rows<D, V> rows;
+    upi_cuda_attn_fwd_begin<D, V>(rows);
     if (first < tiles) {
         const upi_bf16 *k = a.k + x.head / a.group * a.k_head, *v = a.v + x.head / a.group * a.v_head;
-        upi_cuda_attn_load<D, shape::ROWS, shape::THREADS>(x.at_q, a.q + x.head * a.q_head, a.q_stride, x.q0,
-                                                           a.queries, a.d);
-        upi_cuda_attn_fwd_load<D>(at, k, a.k_stride, first, a, a.d);
+        upi_cuda_attn_load<D, D, shape::ROWS, shape::THREADS>(x.at_q, a.q + x.head * a.q_head, a.q_stride,
+                                                              x.q0, a.queries, a.d);
+        upi_cuda_attn_fwd_load<D, D>(at, k, a.k_stride, first, a, a.d);
         upi_copy_commit();
-        upi_cuda_attn_fwd_load<D>(at + shape::SLOT, v, a.v_stride, first, a, MASKED ? a.v_dim : a.d);
+        upi_cuda_attn_fwd_load<D, V>(at + shape::SLOT, v, a.v_stride, first, a, MASKED ? a.v_dim : a.d);
         upi_copy_commit();
         if (threadIdx.x == 0) aside->k = k, aside->v = v;
     }
@@ -389,28 +389,28 @@ void upi_cuda_attn_fwd_kernel(const upi_cuda_attn_args a)
         upi_copy_wait<1>();
         __syncthreads(); /* K is there, and every warp is through with the V before: its slot is free */
         if (n + 1 < tiles)
-            upi_cuda_attn_fwd_load<D>(upi_cuda_attn_fwd_before<D>(at, x.ring), aside->k, a.k_stride, n + 1, a,
-                                      a.d);
+            upi_cuda_attn_fwd_load<D, D>(upi_cuda_attn_fwd_before<D>(at, x.ring), aside->k, a.k_stride, n + 1,
+                                         a, a.d);
         upi_copy_commit();
         if (sees) {
             float s[shape::TILES][shape::KEYS / 2];
             upi_cuda_attn_fwd_scores<D>(s, x, at);
             upi_cuda_attn_fwd_hide<D, MASKED>(s, a, x, n);
-            upi_cuda_attn_fwd_weigh<D>(rows, p, s, a.rate);
+            upi_cuda_attn_fwd_weigh<D, V>(rows, p, s, a.rate);
         }
 
         at = upi_cuda_attn_fwd_after<D>(at, x.ring);
         upi_copy_wait<1>();
         __syncthreads(); /* V is there, and every warp is through with K */
         if (n + 1 < tiles)
-            upi_cuda_attn_fwd_load<D>(upi_cuda_attn_fwd_before<D>(at, x.ring), aside->v, a.v_stride, n + 1, a,
-                                      MASKED ? a.v_dim : a.d);
+            upi_cuda_attn_fwd_load<D, V>(upi_cuda_attn_fwd_before<D>(at, x.ring), aside->v, a.v_stride, n + 1,
+                                         a, MASKED ? a.v_dim : a.d);
         upi_copy_commit();
-        if (sees) upi_cuda_attn_fwd_values<D>(rows.o, p, at + x.mine);
+        if (sees) upi_cuda_attn_fwd_values<D, V>(rows.o, p, at + x.mine);
         at = upi_cuda_attn_fwd_after<D>(at, x.ring);
     }
     __syncwarp(); /* every lane is through with the warp's rows of Q, where o goes on its way */
-    upi_cuda_attn_fwd_output<D>(a, x, rows, shared);
+    upi_cuda_attn_fwd_output<D, V>(a, x, rows, shared);
     if (a.wide) return;
     __syncwarp();
     upi_cuda_attn_fwd_store<D>(a, x, shared);
@@ -434,28 +434,28 @@ UPIPE_API upipe_status upi_cuda_attn_fits(upipe_ctx *c, int d, int shared, int64
     return UPIPE_OK;
 }
 
-template <int D, int MASKED>
+template <int D, int V, int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_fwd_launch(upipe_ctx *c, const upipe_attn *call,
                                                 const upi_cuda_attn_args *a)
 {
     typedef upi_cuda_attn_fwd_shape<D> shape;
     const int64_t blocks = (a->queries + shape::ROWS - 1) / shape::ROWS;
     UPIPE_TRY(upi_cuda_attn_fits(c, upi_cuda_attn_columns(call), shape::SHARED, blocks, a->heads));
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_fwd_kernel<D, MASKED>), shape::SHARED));
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_attn_fwd_kernel<D, V, MASKED>), shape::SHARED));
     if (MASKED) UPIPE_TRY(upi_cuda_attn_query_runs(c, call, (upi_cuda_attn_run *)call->work));
-    return UPI_LAUNCH(c, (upi_cuda_attn_fwd_kernel<D, MASKED>), (unsigned)(blocks * a->heads), shape::THREADS,
-                      shape::SHARED, *a);
+    return UPI_LAUNCH(c, (upi_cuda_attn_fwd_kernel<D, V, MASKED>), (unsigned)(blocks * a->heads),
+                      shape::THREADS, shape::SHARED, *a);
 }
 
 template <int MASKED>
 UPIPE_API upipe_status upi_cuda_attn_fwd_any(upipe_ctx *c, const upipe_attn *call,
                                              const upi_cuda_attn_args *a)
 {
-    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_fwd_launch<64, MASKED>(c, call, a);
-    if (upi_cuda_attn_columns(call) <= 96) return upi_cuda_attn_fwd_launch<96, MASKED>(c, call, a);
-    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_fwd_launch<128, MASKED>(c, call, a);
-    if (upi_cuda_attn_columns(call) <= 192) return upi_cuda_attn_fwd_launch<192, MASKED>(c, call, a);
-    return upi_cuda_attn_fwd_launch<256, MASKED>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 64) return upi_cuda_attn_fwd_launch<64, 64, MASKED>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 96) return upi_cuda_attn_fwd_launch<96, 96, MASKED>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 128) return upi_cuda_attn_fwd_launch<128, 128, MASKED>(c, call, a);
+    if (upi_cuda_attn_columns(call) <= 192) return upi_cuda_attn_fwd_launch<192, 192, MASKED>(c, call, a);
+    return upi_cuda_attn_fwd_launch<256, 256, MASKED>(c, call, a);
 }
 
 /* Entry of the table. Scratch: what the queries of a masked call see. */
@@ -479,6 +479,7 @@ UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *call)
     obstacle = upi_cuda_fwd90_obstacle(c, a);
     if (obstacle == NULL) return upi_cuda_attn_fwd90(c, a, &x);
     upi_cuda_attn_chosen(c, "forward", "8.0", obstacle);
+    if (upi_cuda_attn_is_192_128(a)) return upi_cuda_attn_fwd_launch<192, 128, 1>(c, a, &x);
     return upi_cuda_attn_masked(a) ? upi_cuda_attn_fwd_any<1>(c, a, &x) : upi_cuda_attn_fwd_any<0>(c, a, &x);
 }
 

@@ -6,7 +6,8 @@
  * queries each:
  *
  *     Q    [64 .. 192 queries][D]    once an item, the next one while this one ends
- *     K V  [KEYS][D]                 through rings of two slots each
+ *     K    [KEYS][D]                 through a ring of two slots
+ *     V    [KEYS][V]                 through another one
  *
  * A consumer has the scores of one tile of keys multiplied while the values of the tile before are, and makes
  * weights of the first while the second are under way. Consumers take turns to enter their products: then one
@@ -22,23 +23,31 @@
 #include "upipe_cuda_attn_step.h"
 #include "upipe_cuda_attn_watch.h"
 
-template <int D, int KEYS> struct upi_cuda_fwd90_shape {
+/* D columns of queries and keys, V of values. */
+template <int Q_DIM, int V_DIM, int TILE_KEYS> struct upi_cuda_fwd90_shape {
     enum {
+        D = Q_DIM,
+        V = V_DIM,
+        KEYS = TILE_KEYS,
         CONSUMERS = D > 64 ? 2 : 3,
         THREADS = 128 * (CONSUMERS + 1),
         ROWS = 64 * CONSUMERS,
         PANELS = (D + 63) / 64, /* the last one of 96 columns is filled to the half */
+        V_PANELS = (V + 63) / 64,
         SLOTS = 2,
         IN_TURN = D <= 128, /* longer products keep the tensor cores busy by themselves */
         LOADER_REGISTERS = CONSUMERS == 2 ? 24 : 32,
         REGISTERS = CONSUMERS == 2 ? 240 : 160,
         Q = ROWS * PANELS * 128, /* bytes */
-        TILE = KEYS * PANELS * 128,
+        O = ROWS * V_PANELS * 128,
+        K_TILE = KEYS * PANELS * 128,
+        V_TILE = KEYS * V_PANELS * 128,
         AT_K = Q,
-        AT_V = AT_K + SLOTS * TILE,
-        O_APART = 2 * Q + 2 * SLOTS * TILE + 128 <= 227 * 1024, /* else o takes the place of Q */
-        AT_O = O_APART ? AT_V + SLOTS * TILE : 0,
-        AT_BARRIERS = AT_V + SLOTS * TILE + (O_APART ? Q : 0),
+        AT_V = AT_K + SLOTS * K_TILE,
+        END = AT_V + SLOTS * V_TILE,
+        O_APART = END + O + 128 <= 227 * 1024, /* else o takes the place of Q */
+        AT_O = O_APART ? END : 0,
+        AT_BARRIERS = END + (O_APART ? O : 0),
         SHARED = AT_BARRIERS + 8 * (3 + 4 * SLOTS)
     };
 };
@@ -155,44 +164,44 @@ UPI_DEVICE uint32_t upi_cuda_fwd90_parity(uint32_t i)
 /* ---- the loading thread ---- */
 
 /* A tile of rows of one head, panel by panel. */
-template <int D, int ROWS>
+template <int PANELS, int ROWS>
 UPI_DEVICE void upi_cuda_fwd90_load(uint32_t to, const upi_tensor_map *map, int row, int head, uint32_t full)
 {
-    const int panels = (D + 63) / 64;
-    upi_mbarrier_arrive_expect(full, ROWS * panels * 128);
+    upi_mbarrier_arrive_expect(full, ROWS * PANELS * 128);
     UPI_UNROLL
-    for (int c = 0; c < panels; ++c) upi_tma_load(to + c * ROWS * 128, map, c * 64, row, head, full);
+    for (int c = 0; c < PANELS; ++c) upi_tma_load(to + c * ROWS * 128, map, c * 64, row, head, full);
 }
 
-template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_produce(const upi_cuda_fwd90_args &g, uint32_t base)
+template <class shape> UPI_DEVICE void upi_cuda_fwd90_produce(const upi_cuda_fwd90_args &g, uint32_t base)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const uint32_t bars = base + shape::AT_BARRIERS;
     uint32_t i = 0, q = 0; /* tiles and items so far */
     upi_cuda_fwd90_item x;
     upi_tma_prefetch(&g.q);
     upi_tma_prefetch(&g.k);
     upi_tma_prefetch(&g.v);
-    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, &turn, &x); ++turn) {
+    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, shape::KEYS>(g, &turn, &x); ++turn) {
         const int kv = x.head / g.a.group, tiles = x.tiles.end - x.tiles.first;
         if (tiles <= 0) continue;
         upi_mbarrier_wait(bars + UPI_FWD90_Q_EMPTY, q++ % 2 ^ 1);
-        upi_cuda_fwd90_load<D, shape::ROWS>(base, &g.q, x.q0, x.head, bars + UPI_FWD90_Q_FULL);
+        upi_cuda_fwd90_load<shape::PANELS, shape::ROWS>(base, &g.q, x.q0, x.head, bars + UPI_FWD90_Q_FULL);
         /* K of a tile comes before V of the tile before, as consumers want them */
         UPI_CUDA_ATTN_TURNS(1)
         for (int n = 0; n <= tiles; ++n, ++i) {
-            const int row = (x.tiles.end - 1 - n) * KEYS;
+            const int row = (x.tiles.end - 1 - n) * shape::KEYS;
             if (n < tiles) {
                 upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i),
                                   upi_cuda_fwd90_parity(i) ^ 1);
-                upi_cuda_fwd90_load<D, KEYS>(base + shape::AT_K + i % 2 * shape::TILE, &g.k, row, kv,
-                                             upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i));
+                upi_cuda_fwd90_load<shape::PANELS, shape::KEYS>(
+                    base + shape::AT_K + i % 2 * shape::K_TILE, &g.k, row, kv,
+                    upi_cuda_fwd90_slot(bars + UPI_FWD90_K_FULL, i));
             }
             if (n > 0) {
                 upi_mbarrier_wait(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1),
                                   upi_cuda_fwd90_parity(i - 1) ^ 1);
-                upi_cuda_fwd90_load<D, KEYS>(base + shape::AT_V + (i - 1) % 2 * shape::TILE, &g.v, row + KEYS,
-                                             kv, upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1));
+                upi_cuda_fwd90_load<shape::V_PANELS, shape::KEYS>(
+                    base + shape::AT_V + (i - 1) % 2 * shape::V_TILE, &g.v, row + shape::KEYS, kv,
+                    upi_cuda_fwd90_slot(bars + UPI_FWD90_V_FULL, i - 1));
             }
         }
         --i; /* the last turn had a V alone */
@@ -202,26 +211,25 @@ template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_produce(const upi_cuda
 /* ---- consumers ---- */
 
 /* Starts s = Q K^T: Q from its row of the consumer on. */
-template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_scores(float *s, uint32_t at_q, uint32_t at_k)
+template <class shape> UPI_DEVICE void upi_cuda_fwd90_scores(float *s, uint32_t at_q, uint32_t at_k)
 {
     const uint64_t q = upi_wgmma_rows(at_q), k = upi_wgmma_rows(at_k);
     upi_wgmma_fence();
     UPI_UNROLL
-    for (int i = 0; i < D / 16; ++i)
-        upi_wgmma_ss<KEYS, 0, 0>(
-            s, upi_wgmma_further(q, i / 4 * upi_cuda_fwd90_shape<D, KEYS>::ROWS * 128 + i % 4 * 32),
-            upi_wgmma_further(k, i / 4 * KEYS * 128 + i % 4 * 32), i > 0);
+    for (int i = 0; i < shape::D / 16; ++i)
+        upi_wgmma_ss<shape::KEYS, 0, 0>(s, upi_wgmma_further(q, i / 4 * shape::ROWS * 128 + i % 4 * 32),
+                                        upi_wgmma_further(k, i / 4 * shape::KEYS * 128 + i % 4 * 32), i > 0);
     upi_wgmma_commit();
 }
 
 /* Starts o += P V. */
-template <int D, int KEYS> UPI_DEVICE void upi_cuda_fwd90_values(float *o, const uint32_t *p, uint32_t at_v)
+template <class shape> UPI_DEVICE void upi_cuda_fwd90_values(float *o, const uint32_t *p, uint32_t at_v)
 {
-    const uint64_t v = upi_wgmma_columns(at_v, KEYS * 128);
+    const uint64_t v = upi_wgmma_columns(at_v, shape::KEYS * 128);
     upi_wgmma_fence();
     UPI_UNROLL
-    for (int i = 0; i < KEYS / 16; ++i)
-        upi_wgmma_rs<D, 1>(o, p + 4 * i, upi_wgmma_further(v, i * 16 * 128), 1);
+    for (int i = 0; i < shape::KEYS / 16; ++i)
+        upi_wgmma_rs<shape::V, 1>(o, p + 4 * i, upi_wgmma_further(v, i * 16 * 128), 1);
     upi_wgmma_commit();
 }
 
@@ -329,11 +337,10 @@ UPI_DEVICE void upi_cuda_fwd90_put(const upi_cuda_attn_args &a, int64_t to, floa
 
 /* o of an item, by one consumer. Through shared memory where it is plain, unless no Q was loaded, whose place
  * another item's may then have. */
-template <int D, int KEYS>
+template <class shape>
 UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cuda_fwd90_item &item,
                                       uint32_t base, int group, float *o, const float *top, const float *sum)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const upi_cuda_attn_args &a = g.a;
     const int thread = upi_cuda_attn_anew((int)threadIdx.x), lane = thread % 32, warp = thread % 128 / 32;
     const int staged = !a.merge && !a.wide && item.tiles.first < item.tiles.end;
@@ -345,7 +352,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
                                                            upi_cuda_attn_quad_sum(sum[half]));
         keep[half] = end.keep;
         UPI_UNROLL
-        for (int i = 0; i < D / 8; ++i) {
+        for (int i = 0; i < shape::V / 8; ++i) {
             o[4 * i + 2 * half] *= end.weight;
             o[4 * i + 2 * half + 1] *= end.weight;
         }
@@ -356,7 +363,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
             const int64_t query = first + half * 8;
             const int64_t to = query * a.o_stride + item.head * a.o_head + lane % 4 * 2;
             UPI_UNROLL
-            for (int i = 0; i < D / 8; ++i)
+            for (int i = 0; i < shape::V / 8; ++i)
                 if (query < a.queries && i * 8 < a.v_dim)
                     upi_cuda_fwd90_put(a, to + i * 8, keep[half], o[4 * i + 2 * half],
                                        o[4 * i + 2 * half + 1]);
@@ -366,7 +373,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
     if (threadIdx.x % 128 == 0) upi_bulk_wait_read<0>(); /* the item before is out of its place */
     upi_barrier_sync(8 + group, 128);
     UPI_UNROLL
-    for (int i = 0; i < D / 8; i += 2) {
+    for (int i = 0; i < shape::V / 8; i += 2) {
         const uint32_t r[4] = {
             upi_pack_bf16(o[4 * i], o[4 * i + 1]), upi_pack_bf16(o[4 * i + 2], o[4 * i + 3]),
             upi_pack_bf16(o[4 * i + 4], o[4 * i + 5]), upi_pack_bf16(o[4 * i + 6], o[4 * i + 7])};
@@ -376,7 +383,7 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
     upi_barrier_sync(8 + group, 128);
     if (threadIdx.x % 128 == 0) {
         UPI_UNROLL
-        for (int c = 0; c < shape::PANELS; ++c)
+        for (int c = 0; c < shape::V_PANELS; ++c)
             if (c * 64 < a.v_dim)
                 upi_tma_store(&g.o, c * 64, item.q0 + group * 64, item.head,
                               base + shape::AT_O + (c * shape::ROWS + group * 64) * 128);
@@ -386,30 +393,28 @@ UPI_DEVICE void upi_cuda_fwd90_output(const upi_cuda_fwd90_args &g, const upi_cu
 }
 
 /* Starts the scores of tile i when its keys are there, and it is the consumer's turn. */
-template <int D, int KEYS>
+template <class shape>
 UPI_DEVICE void upi_cuda_fwd90_begin_scores(float *s, uint32_t at_q, uint32_t base, uint32_t i, int my_turn)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const uint32_t full = base + shape::AT_BARRIERS + UPI_FWD90_K_FULL;
     upi_mbarrier_wait(upi_cuda_fwd90_slot(full, i), upi_cuda_fwd90_parity(i));
     if (shape::IN_TURN) upi_barrier_sync(my_turn, 256);
-    upi_cuda_fwd90_scores<D, KEYS>(s, at_q, base + shape::AT_K + i % 2 * shape::TILE);
+    upi_cuda_fwd90_scores<shape>(s, at_q, base + shape::AT_K + i % 2 * shape::K_TILE);
 }
 
 /* Starts the product with the values of tile i when they are there. */
-template <int D, int KEYS>
+template <class shape>
 UPI_DEVICE void upi_cuda_fwd90_begin_values(float *o, const uint32_t *p, uint32_t base, uint32_t i)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
     const uint32_t full = base + shape::AT_BARRIERS + UPI_FWD90_V_FULL;
     upi_mbarrier_wait(upi_cuda_fwd90_slot(full, i), upi_cuda_fwd90_parity(i));
-    upi_cuda_fwd90_values<D, KEYS>(o, p, base + shape::AT_V + i % 2 * shape::TILE);
+    upi_cuda_fwd90_values<shape>(o, p, base + shape::AT_V + i % 2 * shape::V_TILE);
 }
 
-template <int D, int KEYS>
+template <class shape>
 UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t base, int group)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    const int KEYS = shape::KEYS;
     const uint32_t bars = base + shape::AT_BARRIERS, at_q = base + (uint32_t)group * 64 * 128;
     /* each warp arrives for itself when it is through: waits for products are a warp's own */
     const int leads = threadIdx.x % 128 == 0, arrives = threadIdx.x % 32 == 0, my_turn = 1 + group,
@@ -417,28 +422,28 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
     uint32_t i = 0, q = 0; /* tiles and items so far */
     upi_cuda_fwd90_item item;
     if (shape::IN_TURN && group == shape::CONSUMERS - 1) upi_barrier_arrive(next_turn, 256);
-    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, KEYS>(g, &turn, &item); ++turn) {
+    for (int turn = 0; upi_cuda_fwd90_item_of<shape::ROWS, shape::KEYS>(g, &turn, &item); ++turn) {
         const int q0 = item.q0 + group * 64;
         const upi_cuda_attn_tiles mine = upi_cuda_fwd90_tiles(g.a, q0, 64, KEYS);
-        float o[D / 2], s[KEYS / 2], top[2], sum[2], fold[2];
+        float o[shape::V / 2], s[KEYS / 2], top[2], sum[2], fold[2];
         uint32_t p[KEYS / 4];
         i = __shfl_sync(0xffffffffu, i, 0); /* the same in every lane: its addresses take uniform registers */
         UPI_UNROLL
-        for (int e = 0; e < D / 2; ++e) o[e] = 0;
+        for (int e = 0; e < shape::V / 2; ++e) o[e] = 0;
         top[0] = top[1] = -INFINITY;
         sum[0] = sum[1] = 0;
         if (item.tiles.first < item.tiles.end) {
             int n = item.tiles.end - 1;
             upi_mbarrier_wait(bars + UPI_FWD90_Q_FULL, q++ % 2);
-            upi_cuda_fwd90_begin_scores<D, KEYS>(s, at_q, base, i, my_turn);
+            upi_cuda_fwd90_begin_scores<shape>(s, at_q, base, i, my_turn);
             if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
             upi_wgmma_wait<0>();
             if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
             upi_cuda_fwd90_softmax<KEYS>(s, top, sum, fold, g.a, mine, q0, n);
             upi_cuda_fwd90_pack<KEYS>(p, s);
             for (--n, ++i; n >= item.tiles.first; --n, ++i) {
-                upi_cuda_fwd90_begin_scores<D, KEYS>(s, at_q, base, i, my_turn);
-                upi_cuda_fwd90_begin_values<D, KEYS>(o, p, base, i - 1);
+                upi_cuda_fwd90_begin_scores<shape>(s, at_q, base, i, my_turn);
+                upi_cuda_fwd90_begin_values<shape>(o, p, base, i - 1);
                 if (shape::IN_TURN) upi_barrier_arrive(next_turn, 256);
                 upi_wgmma_wait<1>(); /* the scores are there */
                 if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_K_EMPTY, i));
@@ -448,16 +453,16 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
                 if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
                 if (__any_sync(0xffffffffu, fold[0] != 1 || fold[1] != 1)) { /* seldom, once a row is long */
                     UPI_UNROLL
-                    for (int e = 0; e < D / 2; ++e) o[e] *= fold[e / 2 % 2];
+                    for (int e = 0; e < shape::V / 2; ++e) o[e] *= fold[e / 2 % 2];
                 }
                 upi_cuda_fwd90_pack<KEYS>(p, s);
             }
             if (shape::O_APART && arrives) upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
-            upi_cuda_fwd90_begin_values<D, KEYS>(o, p, base, i - 1);
+            upi_cuda_fwd90_begin_values<shape>(o, p, base, i - 1);
             upi_wgmma_wait<0>();
             if (arrives) upi_mbarrier_arrive(upi_cuda_fwd90_slot(bars + UPI_FWD90_V_EMPTY, i - 1));
         }
-        upi_cuda_fwd90_output<D, KEYS>(g, item, base, group, o, top, sum);
+        upi_cuda_fwd90_output<shape>(g, item, base, group, o, top, sum);
         if (!shape::O_APART && arrives && item.tiles.first < item.tiles.end)
             upi_mbarrier_arrive(bars + UPI_FWD90_Q_EMPTY);
     }
@@ -470,12 +475,12 @@ UPI_DEVICE void upi_cuda_fwd90_consume(const upi_cuda_fwd90_args &g, uint32_t ba
 
 /* ---- the kernel ---- */
 
-template <int D, int KEYS>
-UPI_HOPPER_KERNEL((upi_cuda_fwd90_shape<D, KEYS>::THREADS))
+template <int D, int V, int KEYS>
+UPI_HOPPER_KERNEL((upi_cuda_fwd90_shape<D, V, KEYS>::THREADS))
 void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
 {
 #if UPI_HOPPER_CODE
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    typedef upi_cuda_fwd90_shape<D, V, KEYS> shape;
     UPI_SHARED(unsigned char, shared);
     const uint32_t base = upi_shared_address(shared), bars = base + shape::AT_BARRIERS;
     /* the same in every lane, which the compiler would not see */
@@ -495,12 +500,12 @@ void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
     __syncthreads();
     if (group == 0) {
         upi_registers_less<shape::LOADER_REGISTERS>();
-        if (threadIdx.x == 0) upi_cuda_fwd90_produce<D, KEYS>(g, base);
+        if (threadIdx.x == 0) upi_cuda_fwd90_produce<shape>(g, base);
         if (threadIdx.x >= 96 && g.watch != NULL)
             upi_cuda_attn_watch<D, KEYS, 0, UPI_FWD90_DONE / 8>(g.watch, (int)blockIdx.x, bars);
     } else {
         upi_registers_more<shape::REGISTERS>();
-        upi_cuda_fwd90_consume<D, KEYS>(g, base, group - 1);
+        upi_cuda_fwd90_consume<shape>(g, base, group - 1);
     }
 #endif
 }
@@ -510,20 +515,20 @@ void upi_cuda_fwd90_kernel(UPI_BY_VALUE upi_cuda_fwd90_args g)
 enum { UPI_FWD90_CACHE = 32 << 20 }; /* bytes of keys and values that stay in the device's cache */
 
 /* Why this kernel cannot run: the device's space, or the unit's code; NULL if it can. */
-template <int D, int KEYS> UPIPE_API const char *upi_cuda_fwd90_missing(const upipe_cuda *device)
+template <int D, int V, int KEYS> UPIPE_API const char *upi_cuda_fwd90_missing(const upipe_cuda *device)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    typedef upi_cuda_fwd90_shape<D, V, KEYS> shape;
     return upi_cuda_hopper_missing(
         device, shape::SHARED,
-        UPI_HOPPER_FITS((upi_cuda_fwd90_kernel<D, KEYS>), shape::THREADS,
+        UPI_HOPPER_FITS((upi_cuda_fwd90_kernel<D, V, KEYS>), shape::THREADS,
                         128 * (shape::LOADER_REGISTERS + shape::CONSUMERS * shape::REGISTERS)));
 }
 
 /* The same where there are tiles of 128 and of 176 keys. */
 template <int D> UPIPE_API const char *upi_cuda_fwd90_missing_two(const upipe_cuda *device)
 {
-    const char *missing = upi_cuda_fwd90_missing<D, 128>(device);
-    return missing != NULL ? missing : upi_cuda_fwd90_missing<D, 176>(device);
+    const char *missing = upi_cuda_fwd90_missing<D, D, 128>(device);
+    return missing != NULL ? missing : upi_cuda_fwd90_missing<D, D, 176>(device);
 }
 
 /* Why these kernels do not take the call: the device, the host, the unit's code, or shapes that tensor maps cannot
@@ -538,11 +543,12 @@ UPIPE_API const char *upi_cuda_fwd90_obstacle(upipe_ctx *c, const upipe_attn *a)
         (plain && !upi_tensor_map_fits(a->o)))
         return "no tensor map has these strides";
     if ((a->q.n / 128 + 1) * a->q.h > INT32_MAX / 2) return "32 bits do not count the blocks of queries";
-    return columns <= 64    ? upi_cuda_fwd90_missing<64, 128>(self)
-           : columns <= 96  ? upi_cuda_fwd90_missing_two<96>(self)
-           : columns <= 128 ? upi_cuda_fwd90_missing_two<128>(self)
-           : columns <= 192 ? upi_cuda_fwd90_missing<192, 112>(self)
-                            : upi_cuda_fwd90_missing<256, 80>(self);
+    return columns <= 64                 ? upi_cuda_fwd90_missing<64, 64, 128>(self)
+           : columns <= 96               ? upi_cuda_fwd90_missing_two<96>(self)
+           : columns <= 128              ? upi_cuda_fwd90_missing_two<128>(self)
+           : upi_cuda_attn_is_192_128(a) ? upi_cuda_fwd90_missing<192, 128, 128>(self)
+           : columns <= 192              ? upi_cuda_fwd90_missing<192, 192, 112>(self)
+                                         : upi_cuda_fwd90_missing<256, 256, 80>(self);
 }
 
 /* Whether tiles of 176 keys serve a call better than those of 128, where there are both: every query sees every
@@ -557,10 +563,10 @@ UPIPE_API int upi_cuda_fwd90_suits_176(const upipe_attn *a)
 }
 
 /* The list of items of a call, with g->a; returns the blocks of the grid. */
-template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_deal(upi_cuda_fwd90_args *g, int processors)
+template <class shape> UPIPE_API int upi_cuda_fwd90_deal(upi_cuda_fwd90_args *g, int processors)
 {
     const upi_cuda_attn_args *a = &g->a;
-    const int rows = upi_cuda_fwd90_shape<D, KEYS>::ROWS;
+    const int rows = shape::ROWS;
     const int64_t fit = UPI_FWD90_CACHE / ((int64_t)(a->d + a->v_dim) * 2) / a->keys * a->group;
     int items, grid;
     g->blocks = (int)((a->queries + rows - 1) / rows);
@@ -572,11 +578,11 @@ template <int D, int KEYS> UPIPE_API int upi_cuda_fwd90_deal(upi_cuda_fwd90_args
     return grid;
 }
 
-template <int D, int KEYS>
+template <int D, int V, int KEYS>
 UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *call,
                                              const upi_cuda_attn_args *a)
 {
-    typedef upi_cuda_fwd90_shape<D, KEYS> shape;
+    typedef upi_cuda_fwd90_shape<D, V, KEYS> shape;
     const upipe_cuda *self = (const upipe_cuda *)c->ops->self;
     upi_cuda_fwd90_args g;
     int grid;
@@ -587,8 +593,8 @@ UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *cal
     if (!a->merge && !a->wide) UPIPE_TRY(upi_tensor_map_make(c, &g.o, call->o, 64));
     g.a = *a;
     g.watch = self->watch;
-    grid = upi_cuda_fwd90_deal<D, KEYS>(&g, self->processors - self->margin);
-    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_fwd90_kernel<D, KEYS>), shape::SHARED));
+    grid = upi_cuda_fwd90_deal<shape>(&g, self->processors - self->margin);
+    UPIPE_TRY(UPI_ALLOW_SHARED(c, (upi_cuda_fwd90_kernel<D, V, KEYS>), shape::SHARED));
     if (a->runs != NULL) UPIPE_TRY(upi_cuda_attn_query_runs(c, call, (upi_cuda_attn_run *)call->work));
     if (call->mask.borders.cu_seqlens != NULL) {
         int *order = (int *)((char *)call->work + upi_cuda_attn_runs_bytes(a->queries));
@@ -598,27 +604,30 @@ UPIPE_API upipe_status upi_cuda_fwd90_launch(upipe_ctx *c, const upipe_attn *cal
                              g.blocks));
         g.order = order;
     }
-    return UPI_LAUNCH(c, (upi_cuda_fwd90_kernel<D, KEYS>), (unsigned)grid, shape::THREADS, shape::SHARED, g);
+    return UPI_LAUNCH(c, (upi_cuda_fwd90_kernel<D, V, KEYS>), (unsigned)grid, shape::THREADS, shape::SHARED,
+                      g);
 }
 
 /* Forward of a call that these kernels take. */
 UPIPE_API upipe_status upi_cuda_attn_fwd90(upipe_ctx *c, const upipe_attn *call, const upi_cuda_attn_args *a)
 {
     const int columns = upi_cuda_attn_columns(call),
-              keys_176 = columns > 64 && columns <= 128 && upi_cuda_fwd90_suits_176(call);
+              keys_176 = columns > 64 && columns <= 128 && upi_cuda_fwd90_suits_176(call),
+              narrow = upi_cuda_attn_is_192_128(call);
     upi_cuda_attn_chosen(c, "forward",
-                         columns > 192   ? "9.0, tiles of 80 keys"
-                         : columns > 128 ? "9.0, tiles of 112 keys"
-                         : keys_176      ? "9.0, tiles of 176 keys"
-                                         : "9.0, tiles of 128 keys",
+                         columns > 192              ? "9.0, tiles of 80 keys"
+                         : columns > 128 && !narrow ? "9.0, tiles of 112 keys"
+                         : keys_176                 ? "9.0, tiles of 176 keys"
+                                                    : "9.0, tiles of 128 keys",
                          NULL);
-    if (columns <= 64) return upi_cuda_fwd90_launch<64, 128>(c, call, a);
-    if (columns <= 96 && keys_176) return upi_cuda_fwd90_launch<96, 176>(c, call, a);
-    if (columns <= 96) return upi_cuda_fwd90_launch<96, 128>(c, call, a);
-    if (columns <= 128 && keys_176) return upi_cuda_fwd90_launch<128, 176>(c, call, a);
-    if (columns <= 128) return upi_cuda_fwd90_launch<128, 128>(c, call, a);
-    if (columns <= 192) return upi_cuda_fwd90_launch<192, 112>(c, call, a);
-    return upi_cuda_fwd90_launch<256, 80>(c, call, a);
+    if (columns <= 64) return upi_cuda_fwd90_launch<64, 64, 128>(c, call, a);
+    if (columns <= 96 && keys_176) return upi_cuda_fwd90_launch<96, 96, 176>(c, call, a);
+    if (columns <= 96) return upi_cuda_fwd90_launch<96, 96, 128>(c, call, a);
+    if (columns <= 128 && keys_176) return upi_cuda_fwd90_launch<128, 128, 176>(c, call, a);
+    if (columns <= 128) return upi_cuda_fwd90_launch<128, 128, 128>(c, call, a);
+    if (narrow) return upi_cuda_fwd90_launch<192, 128, 128>(c, call, a);
+    if (columns <= 192) return upi_cuda_fwd90_launch<192, 192, 112>(c, call, a);
+    return upi_cuda_fwd90_launch<256, 256, 80>(c, call, a);
 }
 
 #endif

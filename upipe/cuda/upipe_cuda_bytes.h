@@ -32,6 +32,12 @@ UPIPE_API int upi_cuda_attn_columns(const upipe_attn *a)
     return a->q.d > a->v.d ? a->q.d : a->v.d;
 }
 
+/* Whether the call is for the kernels whose queries and keys have 192 columns and whose values have 128. */
+UPIPE_API int upi_cuda_attn_is_192_128(const upipe_attn *a)
+{
+    return a->q.d > 128 && a->q.d <= 192 && a->v.d <= 128;
+}
+
 /* Whether the call needs a kernel with tables. */
 UPIPE_API int upi_cuda_attn_masked(const upipe_attn *a)
 {
