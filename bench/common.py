@@ -33,9 +33,9 @@ PEER_ISA = {
 }
 
 # Fields that say which case a line is about.
-CASE = ['op', 'method', 'rule', 'gate', 'head_dim', 'v_dim', 'dtype', 'data', 'causal', 'window', 'sequences', 'softcap',
-        'heads', 'kv_heads', 'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes', 'ranks',
-        'ring', 'segments', 'chunk', 'tokens', 'threads', 'products']
+CASE = ['op', 'method', 'form', 'rule', 'gate', 'head_dim', 'v_dim', 'dtype', 'data', 'causal', 'window', 'sequences',
+        'softcap', 'heads', 'kv_heads', 'model_dim', 'rows', 'cols', 'depth', 'shape', 'm', 'n', 'k', 'd', 'block_bytes',
+        'ranks', 'ring', 'segments', 'chunk', 'tokens', 'threads', 'products']
 # Measured fields: 1 where more is better, -1 where less is.
 BETTER = {'gflops': 1, 'gbytes_per_s': 1, 'seconds': -1, 'forward_s': -1, 'backward_s': -1, 'l2': -1}
 # Everyone's colour in a picture.

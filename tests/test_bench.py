@@ -33,6 +33,9 @@ METHOD_FIELDS = {'op', 'method', 'head_dim', 'dtype', 'causal', 'heads', 'kv_hea
                  'plan_bytes', 'host_bytes', 'sent_bytes', 'forward_s', 'backward_s', 'total_s', 'round_s', 'cpu_s'}
 BLOCK_FIELDS = METHOD_FIELDS | {'total_s_range', 'rounds', 'ratio_to_ulysses', 'ratio_to_ulysses_range',
                                 'cpu_ratio_to_ulysses'}
+LATENT_FIELDS = {'op', 'method', 'form', 'head_dim', 'v_dim', 'dtype', 'causal', 'heads', 'model_dim', 'ranks', 'chunk',
+                 'tokens', 'peak_bytes', 'sent_bytes', 'seconds', 'cpu_s', 'round_s', 'ratio', 'ratio_range',
+                 'cpu_ratio'}
 PARTS = {'transfer', 'attn_fwd', 'attn_bwd', 'products', 'all'}
 BLOCK_METHODS = [('ulysses', 16), ('upipe', 4), ('upipe', 8)]
 # Methods, and the ways on which they send something.
@@ -57,7 +60,8 @@ def check_usage(folder):
         ('attn --peers none --json nosuch/x.json', 'cannot be written'), ('masks --kinds nothing', 'nothing'),
         ('masks --threads 0', 'positive'), ('block --shapes 4x16', '4x16 is not like'), ('block --rounds 0', 'positive'),
         ('block --products nothing', 'nothing'), ('methods --methods nobody', 'nobody'), ('methods --tokens 512,512', 'twice'),
-        ('methods --rounds 0', 'positive'), ('ops --threads 0', 'positive'), ('gemm --peers nobody', 'nobody'),
+        ('methods --rounds 0', 'positive'), ('latent --ranks 3', 'invalid choice'),
+        ('latent --tokens 255', 'multiples of --ranks'), ('ops --threads 0', 'positive'), ('gemm --peers nobody', 'nobody'),
         ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
         ('linear --cpu-time --threads 2 --peers none', '--threads 1'), ('states --tokens 5000 --peers none', 'power of two'),
     ]:
@@ -162,6 +166,25 @@ def check_block(folder):
     run([*RUN, 'block', '--shapes', '4x16/5', '--tokens', '256', '--json', path], 1, 'no figures: failed')
 
 
+def check_latent(folder):
+    path = 'latent.json'
+    table, _, *cases = short_run(path, 'latent', '--quick', '--ranks', '2')
+    check([(case['tokens'], case['method'], case['chunk'], case['form']) for case in cases] ==
+          [(tokens, *method, form) for tokens in (128, 256) for method in (('ulysses', 16), ('upipe', 2))
+           for form in ('heads', 'gathered')], 'latent: other cases')
+    for case in cases:
+        check(set(case) == LATENT_FIELDS, f'a line has {sorted(set(case) ^ LATENT_FIELDS)} too much or too little')
+        low, high = case['ratio_range']
+        check(min(case['seconds'], case['cpu_s'], case['cpu_ratio'], *case['round_s']) > 0 and
+              len(case['round_s']) == 2 and 0 < low <= case['ratio'] <= high, f'times: {case}')
+        check(case['form'] != 'heads' or low == high == 1, f'ratios: {case}')
+    for heads, gathered in zip(cases[::2], cases[1::2]):
+        check(heads['sent_bytes'] > gathered['sent_bytes'] > 0 < heads['peak_bytes'] != gathered['peak_bytes'],
+              f'bytes: {heads}, {gathered}')
+    check(table.count(' | gathered | ') == 4, 'latent: the table lacks rows')
+    check_apart(path, len(cases))
+
+
 def check_accuracy(folder):
     path = 'accuracy.json'
     table, header, *cases = short_run(path, 'accuracy', '--quick', '--peers', 'none')
@@ -232,5 +255,5 @@ def check_compare(path):
 
 
 if __name__ == '__main__':
-    sys.exit(run_tests('bench', check_usage, check_numbers, check_masks, check_methods, check_block, check_accuracy,
-                       check_linear, check_states, check_ops, check_gemm))
+    sys.exit(run_tests('bench', check_usage, check_numbers, check_masks, check_methods, check_block, check_latent,
+                       check_accuracy, check_linear, check_states, check_ops, check_gemm))
