@@ -107,6 +107,9 @@ static void walk(const upipe_plan *p)
     memset(holds, 0, sizeof holds);
     memset(of_rank, 0, sizeof of_rank);
     CHECK_INT(p->rounds * p->steps, p->stages);
+    /* a K/V head of its own for each: one rank attends it in one stage */
+    CHECK(p->group > 1 || (p->kv_rounds_shared && !p->kv_grads_partial && !p->kv_grads_accumulate));
+    if (p->schedule == UPIPE_UNEVEN) CHECK_INT(p->kv_grads_accumulate, p->group > 1);
     for (stage = 0; stage < p->stages; ++stage) {
         upipe_stage s = upipe_plan_stage(p, stage);
         int any_fresh = 0, any_last = 0, any = 0;
@@ -117,6 +120,7 @@ static void walk(const upipe_plan *p)
             int fresh = upipe_plan_kv_fresh(p, stage, rank), last = upipe_plan_kv_last(p, stage, rank);
             CHECK(q.count >= 0 && q.count <= p->per_rank && kv.count <= p->kv_per_rank);
             if (p->schedule != UPIPE_UNEVEN) CHECK_INT(q.count, p->per_rank);
+            if (p->group == 1 && q.count > 0) CHECK_INT(q.first, before); /* stages take heads in order */
             CHECK_INT(upipe_plan_before(p, stage, rank), of_rank[rank]);
             of_rank[rank] += q.count;
             any_fresh |= fresh;
@@ -439,6 +443,7 @@ static void test_refusals(void)
 {
     upipe_plan_desc d = describe(1024, 8, 32, 8, 128, 8);
     upipe_plan p;
+    int stage, rank;
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     refuse(describe(7, 8, 32, 8, 128, 8), UPIPE_ERR_ARG, "7 tokens are fewer than 8");
     refuse(describe(1024, 8, 32, 5, 128, 8), UPIPE_ERR_ARG, "32 query heads are no multiple of 5");
@@ -497,6 +502,10 @@ static void test_refusals(void)
     d = describe(3, 3, INT32_MAX - 1, INT32_MAX - 1, 1, INT32_MAX - 1);
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     CHECK_INT(p.per_rank, (INT32_MAX - 1) / 3);
+    d = describe(2, 2, INT32_MAX, INT32_MAX, 1, INT32_MAX); /* more heads a stage than an int counts */
+    CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
+    CHECK_INT(upipe_plan_q_place(&p, INT32_MAX - 1, &stage, &rank).count, p.per_rank);
+    CHECK(stage == 0 && rank == 1);
 }
 
 /* Plans of one description have the same bytes, wherever they lie, and the seal covers all of them. */
@@ -518,6 +527,25 @@ static void test_seal(void)
     }
 }
 
+/* Uneven heads with a K/V head for each: a stage has the next ones of all, which its ranks share in order. */
+static void check_own(const upipe_plan *p)
+{
+    const int all = p->desc.heads, ranks = p->desc.ranks;
+    int next = 0, fresh;
+    for (int stage = 0, ends = 0; ends < 2; ++stage) { /* and a stage behind the last one */
+        const int left = all - next, n = left < ranks * p->per_rank ? left : ranks * p->per_rank;
+        for (int rank = 0; rank < ranks; ++rank) {
+            const upipe_head_range got = upi_uneven_stage(p, stage, rank, &fresh);
+            const int first = next + n * rank / ranks, end = next + n * (rank + 1) / ranks;
+            CHECK_SAY(got.first == first && got.count == end - first && fresh == (got.count > 0),
+                      "%d heads, %d ranks, %d a stage: rank %d has %d+%d in stage %d, not %d+%d", all, ranks,
+                      p->per_rank, rank, got.first, got.count, stage, first, end - first);
+        }
+        next += n;
+        ends += n == 0;
+    }
+}
+
 /* Uneven heads step by step: the greedy rule that the closed form states at once. */
 static void test_uneven(void)
 {
@@ -529,7 +557,8 @@ static void test_uneven(void)
             .desc = describe(1, 1 + test_below(&rng, 9), group * (1 + test_below(&rng, 20)), 1, 64, 0),
             .group = group,
             .per_rank = m};
-        for (int rank = 0; rank < p.desc.ranks; ++rank) {
+        if (group == 1) check_own(&p);
+        for (int rank = 0; group > 1 && rank < p.desc.ranks; ++rank) {
             const int begin = p.desc.heads * rank / p.desc.ranks;
             const int end = p.desc.heads * (rank + 1) / p.desc.ranks;
             int first = begin, fresh, ends = 0;

@@ -87,7 +87,7 @@ UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p
     d.overlap = 0; /* of stages: segments overlap instead */
     d.tokens = upipe_cut(f->desc.tokens, f->segments, i + 1) - upipe_cut(f->desc.tokens, f->segments, i);
     UPIPE_TRY(upipe_plan_init(p, &d, e));
-    if (!p->kv_rounds_shared && p->stages > 1)
+    if (p->schedule == UPIPE_UNEVEN && p->stages > 1)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                           "segments in %d stages of %d/%d heads over %d ranks, which have no common rounds",
                           p->stages, d.heads, d.kv_heads, d.ranks);

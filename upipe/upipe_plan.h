@@ -268,9 +268,12 @@ typedef enum upipe_a2a_heads { UPIPE_A2A_Q, UPIPE_A2A_KV, UPIPE_A2A_DKV } upipe_
  *     IN_ORDER the naive order        stage i:         the kv heads it needs,     q heads i*U + r*m
  *     UNEVEN   all other numbers      rank r has the q heads r*H/C .. (r+1)*H/C - 1, rounded down; a stage
  *                                     has up to m of them: the rest of a group, or whole groups
+ *              G = 1                  stage i has the heads from i*C*m on, C*m of them or the n that are left; rank r
+ *                                     has those from r*n/C on, rounded down
  *
  * A round is the stages that share K and V; they are sent in its first stage only. In UNEVEN each rank has
- * rounds of its own: a stage sends K and V to those ranks alone that need other heads than before.
+ * rounds of its own: a stage sends K and V to those ranks alone that need other heads than before. With G = 1 each
+ * stage is a round.
  */
 
 /* The heads first .. first + count - 1. */
@@ -288,16 +291,27 @@ UPIPE_API int64_t upi_div_up(int64_t a, int64_t b)
     return a / b + (a % b != 0);
 }
 
+/* Uneven heads that the ranks share in their order: all, or those of the stage where each has a K/V head of its own. None
+ * after the last stage. */
+UPIPE_API upipe_head_range upi_uneven_shared(const upipe_plan *p, int stage)
+{
+    const int64_t all = p->desc.heads, n = (int64_t)p->desc.ranks * p->per_rank, first = stage * n;
+    if (p->group > 1) return upi_head_range_make(0, (int)all);
+    if (first >= all) return upi_head_range_make((int)all, 0);
+    return upi_head_range_make((int)first, (int)(n < all - first ? n : all - first));
+}
+
 /* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V must be fetched.
  *
- * The rank has the heads begin .. end - 1, in blocks: as many whole groups as fit into a stage, or one group, in parts of
+ * The rank has the heads begin .. end - 1; with G = 1 this is its stage. Otherwise they come in blocks: as many whole groups as fit into a stage, or one group, in parts of
  * m heads, where none does. The first block has what is left of the group that `begin` cuts, and whole groups if they
  * fit. Of 48 heads in groups of 6 rank 1 of 6 has 8 .. 15; with m = 3 its stages are 8 9 10 | 11 | 12 13 14 | 15. */
 UPIPE_API upipe_head_range upi_uneven_stage(const upipe_plan *p, int stage, int rank, int *fresh)
 {
     const int64_t m = p->per_rank, group = p->group;
-    const int64_t begin = upipe_cut(p->desc.heads, p->desc.ranks, rank);
-    const int64_t end = upipe_cut(p->desc.heads, p->desc.ranks, rank + 1);
+    const upipe_head_range shared = upi_uneven_shared(p, stage);
+    const int64_t begin = shared.first + upipe_cut(shared.count, p->desc.ranks, rank);
+    const int64_t end = shared.first + upipe_cut(shared.count, p->desc.ranks, rank + 1);
     const int64_t rest = group - begin % group;
     const int64_t first_block = m < group ? rest : rest + (m - rest) / group * group;
     const int64_t block = m < group ? group : m / group * group;
@@ -310,7 +324,8 @@ UPIPE_API upipe_head_range upi_uneven_stage(const upipe_plan *p, int stage, int 
     const int done =
         after >= 0 && left + (n > 0 ? block : first_block) <= m; /* the block before was all that was left */
     const int64_t first = at + part * m, count = size - part * m < m ? size - part * m : m;
-    *fresh = 0;
+    *fresh = group == 1 && end > begin;
+    if (group == 1) return upi_head_range_make((int)begin, (int)(end - begin));
     if (done || count <= 0) return upi_head_range_make((int)end, 0);
     *fresh = first == begin || first % group == 0;
     return upi_head_range_make((int)first, (int)count);
@@ -423,10 +438,12 @@ UPIPE_API upipe_head_range upipe_plan_q_place(const upipe_plan *p, int head, int
         *rank = head / each;
         *stage = head % each / m;
     } else if (p->schedule == UPIPE_UNEVEN) {
-        upipe_head_range q;
-        *rank = (int)(((int64_t)head * ranks + ranks - 1) / p->desc.heads);
-        while (*rank >= ranks || upipe_cut(p->desc.heads, ranks, *rank) > head) --*rank;
-        for (*stage = 0;; ++*stage) {
+        upipe_head_range q, shared;
+        *stage = p->group > 1 ? 0 : (int)(head / ((int64_t)m * ranks));
+        shared = upi_uneven_shared(p, *stage);
+        *rank = (int)(((int64_t)(head - shared.first) * ranks + ranks - 1) / shared.count);
+        while (*rank >= ranks || shared.first + upipe_cut(shared.count, ranks, *rank) > head) --*rank;
+        for (;; ++*stage) {
             q = upipe_plan_q(p, *stage, *rank);
             if (head < q.first + q.count) return q;
         }
@@ -449,6 +466,12 @@ UPIPE_API int upipe_plan_offset(const upipe_plan *p, upipe_a2a_heads which, int 
         before = s;
     }
     return sum;
+}
+
+/* K/V heads whose gradients a round's last stage leaves at the tokens: its own, or all where they are shared. */
+UPIPE_API int upi_plan_heads_at_tokens(const upipe_plan *p, int stage)
+{
+    return p->kv_grads_partial ? p->desc.kv_heads : upipe_plan_heads_sent(p, UPIPE_A2A_DKV, stage);
 }
 
 /* Tokens of a sequence on a rank of the team, and the first of them among the team's. */

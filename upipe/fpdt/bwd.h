@@ -82,12 +82,11 @@ UPIPE_API upipe_status upi_fpdt_store_dkv(upipe_ctx *c, upi_fpdt_pass *s, const 
     const upipe_plan *p = f->plan;
     const int is_k = which == UPI_PROJ_K, first = last - z->steps + 1, dim = f->dim[which];
     const size_t size = is_k ? z->b.token_dk : z->b.token_dv;
-    const int64_t heads = p->kv_grads_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank;
-    const int64_t rows = p->rows * heads;
+    const int64_t heads = upi_plan_heads_at_tokens(p, last), rows = p->rows * heads;
     char *host = upi_fpdt_at(is_k ? s->host.dk : s->host.dv, z->kv_tokens * (size_t)dim, 1, j, 0);
     void *tokens, *buf, *sum = NULL;
     UPIPE_TRY(upipe_alloc(c, &tokens, size, UPIPE_USE_ACT_GRAD, "tokens_grad"));
-    if (p->kv_grads_accumulate) { /* uneven heads: summed in f32 first */
+    if (p->kv_grads_accumulate) { /* uneven heads in groups: summed in f32 first */
         UPIPE_TRY(
             upipe_alloc(c, &sum, size / upipe_dtype_bytes(p->desc.dtype) * 4, UPIPE_USE_ACT_GRAD, "dkv_sum"));
         UPIPE_TRY(c->ops->zero(c, sum, (size_t)(rows * dim) * 4));
@@ -165,13 +164,15 @@ UPIPE_API upipe_status upi_fpdt_fetch_dkv(upipe_ctx *c, upi_fpdt_pass *s, upi_pa
 {
     const upipe_plan *p = f->plan;
     const int is_k = which == UPI_PROJ_K;
-    const size_t bytes = is_k ? p->buffers.token_dk : p->buffers.token_dv;
     const char *host =
         upi_fpdt_at(is_k ? s->host.dk : s->host.dv, s->z.kv_tokens * (size_t)f->dim[which], 1, i, 0);
+    size_t bytes;
     void *tokens;
     int n;
     for (n = 0; n < (p->kv_grads_partial ? 1 : p->rounds); ++n, host += bytes) {
-        UPIPE_TRY(upi_kv_grad_alloc(c, f, which, &tokens));
+        const int last = n * p->steps + p->steps - 1;
+        bytes = upipe_plan_rows_bytes(p, upi_plan_heads_at_tokens(p, last), f->dim[which]);
+        UPIPE_TRY(upi_kv_grad_alloc(c, f, which, last, &tokens));
         UPIPE_TRY(upi_fpdt_copy(c, s, tokens, host, bytes));
     }
     return UPIPE_OK;

@@ -23,7 +23,7 @@ UPIPE_API void upi_plan_uneven(upipe_plan *p)
 {
     int rank;
     p->schedule = UPIPE_UNEVEN;
-    p->kv_grads_partial = 1;
+    p->kv_grads_partial = p->group > 1;
     p->stages = 0;
     p->kv_per_rank = 1;
     for (rank = 0; rank < p->desc.ranks && p->stages <= UPIPE_STAGES_MAX; ++rank) {
@@ -133,8 +133,8 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
             "%d/%d heads over %d ranks in %d stages have no common rounds: stages cannot overlap", d->heads,
             d->kv_heads, d->ranks, p->stages);
     p->overlap = d->overlap && p->stages > 1;
-    p->kv_rounds_shared = p->schedule != UPIPE_UNEVEN;
-    p->kv_grads_accumulate = p->schedule == UPIPE_IN_ORDER || p->schedule == UPIPE_UNEVEN;
+    p->kv_rounds_shared = p->schedule != UPIPE_UNEVEN || !p->kv_grads_partial;
+    p->kv_grads_accumulate = p->schedule == UPIPE_IN_ORDER || !p->kv_rounds_shared;
     p->kv_gathered = d->ring > 1 && d->ring_mode == UPIPE_RING_ALL_GATHER;
     p->kv_prefetched = d->ring_prefetch && p->rounds > 1;
     p->width = d->ring > 1 && d->ring_mode == UPIPE_RING_P2P ? p->steps : 1;
@@ -175,7 +175,7 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
     const int stages = p->schedule == UPIPE_UNEVEN ? p->stages : p->steps;
     size_t kv = (size_t)p->kv_per_rank;
     upipe_buffers b;
-    int i;
+    int i, at_tokens = 0;
     memset(&b, 0, sizeof b);
     for (i = 0; i < stages; ++i) {
         int sent = upipe_plan_heads_sent(p, UPIPE_A2A_Q, i), mine = upipe_plan_q(p, i, me).count;
@@ -185,6 +185,7 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
         b.o = upipe_max_bytes(b.o, upi_plan_team_bytes(p, mine, v_dim));
         b.partial = upipe_max_bytes(
             b.partial, upipe_plan_rows_bytes(p, upipe_plan_heads_sent(p, UPIPE_A2A_DKV, i), wide) / e * 4);
+        if (upi_plan_heads_at_tokens(p, i) > at_tokens) at_tokens = upi_plan_heads_at_tokens(p, i);
     }
     /* the naive order may need one block more or less in later stages */
     for (i = 0; i < p->stages; ++i)
@@ -199,8 +200,7 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
     b.kv_grad = p->kv_grads_partial ? b.partial : e < 4 ? upipe_max_bytes(b.k, b.v) : 0;
     b.dk = b.k / e * 4;
     b.dv = b.v / e * 4;
-    b.token_dk =
-        upipe_plan_rows_bytes(p, p->kv_grads_partial ? p->desc.kv_heads : p->desc.ranks * p->kv_per_rank, d);
+    b.token_dk = upipe_plan_rows_bytes(p, at_tokens, d);
     b.token_dv = b.token_dk / (size_t)d * (size_t)v_dim;
     b.lse = (size_t)(upipe_plan_before(p, p->stages, me) * p->team_tokens * p->desc.batch) * 4;
     if (b.lse == 0) b.lse = 4; /* a rank without heads: NULL would mean consumed */

@@ -1,8 +1,8 @@
 /* kv.h -- the owner of K' and V': when they are fetched, and when they are freed
  *
  * Stages of one round share K' and V'. Where all ranks have the same rounds, a round's first stage allocates and
- * fetches them, and its last one frees them. With uneven heads one pair of buffers serves all stages, and each stage
- * fetches for those ranks that need other heads.
+ * fetches them, and its last one frees them. Where ranks have rounds of their own (uneven heads in groups) one pair of
+ * buffers serves all stages, and each stage fetches for those ranks that need other heads.
  */
 #ifndef UPIPE_STAGE_KV_H
 #define UPIPE_STAGE_KV_H

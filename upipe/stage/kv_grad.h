@@ -3,9 +3,9 @@
  * The stages of a round add to dK' and dV' in f32. After the last one they are sent back to the ranks of
  * their tokens, where dWk and dWv are formed, and kept until dX is formed:
  *
- *     a rank's own heads      in the storage type, [rank][batch][T][kv_per_rank][dim] for each round: a list
+ *     a rank's own heads      in the storage type, [rank][batch][T][n][dim] of the rank's n heads for each round: a list
  *     shared heads (partial)  summed over ranks in rank order, one buffer [Hkv][batch][T][dim]. Where sums continue over
- *                             stages (in order, uneven heads): in f32 until the last stage
+ *                             stages (in order, uneven heads in groups): in f32 until the last stage
  */
 #ifndef UPIPE_STAGE_KV_GRAD_H
 #define UPIPE_STAGE_KV_GRAD_H
@@ -90,9 +90,9 @@ UPIPE_API upipe_status upi_kv_grad_to_tokens(upipe_ctx *c, const upi_pass *f, in
 {
     const upipe_plan *p = f->plan;
     const int64_t rows = p->team_tokens * p->desc.batch;
-    const int32_t width = p->kv_per_rank * f->dim[which];
+    const int32_t width = upipe_plan_part(p, UPIPE_A2A_DKV, stage, p->desc.rank).count * f->dim[which];
     if (p->kv_grads_partial) return upi_kv_grad_sum(c, f, stage, which, grad, tokens, buf);
-    if (buf != NULL)
+    if (buf != NULL && width > 0)
         UPIPE_TRY(c->ops->cast(c, upipe_view_packed(buf, p->desc.dtype, rows, 1, width),
                                upipe_view_packed((void *)(uintptr_t)grad, UPIPE_F32, rows, 1, width)));
     return upipe_a2a_to_tokens(c, tokens, buf != NULL ? buf : grad, p, stage, UPIPE_A2A_DKV,
@@ -128,14 +128,14 @@ UPIPE_API void *upi_kv_grad_at(const upipe_ctx *c, const upi_pass *f, upi_proj w
     return at;
 }
 
-/* Allocates that of the next round. */
-UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upi_pass *f, upi_proj which, void **tokens)
+/* Allocates that of the next round, whose last stage this is. */
+UPIPE_API upipe_status upi_kv_grad_alloc(upipe_ctx *c, upi_pass *f, upi_proj which, int stage, void **tokens)
 {
-    const upipe_buffers *b = &f->plan->buffers;
     const int is_k = which == UPI_PROJ_K;
+    const size_t bytes =
+        upipe_plan_rows_bytes(f->plan, upi_plan_heads_at_tokens(f->plan, stage), f->dim[which]);
     void **latest = is_k ? &f->dkv_tokens.k : &f->dkv_tokens.v;
-    UPIPE_TRY(upipe_alloc(c, tokens, is_k ? b->token_dk : b->token_dv, is_k ? UPIPE_USE_DK : UPIPE_USE_DV,
-                          is_k ? "dk" : "dv"));
+    UPIPE_TRY(upipe_alloc(c, tokens, bytes, is_k ? UPIPE_USE_DK : UPIPE_USE_DV, is_k ? "dk" : "dv"));
     if (*tokens == NULL) return UPIPE_OK; /* a rank without tokens */
     *upi_mem_link(c->mem, *tokens) = *latest;
     *latest = *tokens;
@@ -165,7 +165,7 @@ UPIPE_API upipe_status upi_kv_grad_store(upipe_ctx *c, upi_pass *f, int i, upi_k
         if (p->kv_grads_accumulate)
             tokens[k] = upi_kv_grad_at(c, f, which, 0);
         else
-            UPIPE_TRY(upi_kv_grad_alloc(c, f, which, &tokens[k]));
+            UPIPE_TRY(upi_kv_grad_alloc(c, f, which, stage, &tokens[k]));
         UPIPE_TRY(upi_kv_grad_to_tokens(c, f, stage, which, grads[k], tokens[k], buf));
         if (p->kv_rounds_shared) UPIPE_TRY(upipe_free(c, grads[k]));
     }
@@ -224,14 +224,14 @@ UPIPE_API upipe_status upi_kv_grad_free(upipe_ctx *c, upi_pass *f)
 UPIPE_API upipe_view upi_kv_grad_matrix(const upipe_ctx *c, const upi_pass *f, int head, upi_proj which)
 {
     const upipe_plan *p = f->plan;
-    const int n = p->kv_grads_partial ? 1 : p->kv_per_rank;
-    int stage = 0, rank = 0, at = head;
+    int stage = 0, rank = 0, at = head, n = 1;
     if (!p->kv_grads_partial) {
         upipe_plan_q_place(p, head * p->group, &stage, &rank);
-        at = rank;
+        at = upipe_plan_offset(p, UPIPE_A2A_KV, stage, rank);
+        n = upipe_plan_part(p, UPIPE_A2A_KV, stage, rank).count;
     }
     return upipe_view_packed((char *)upi_kv_grad_at(c, f, which, upipe_plan_stage(p, stage).round) +
-                                 (size_t)at * upipe_plan_rows_bytes(p, n, f->dim[which]),
+                                 upipe_plan_rows_bytes(p, at, f->dim[which]),
                              p->desc.dtype, p->rows, 1, n * f->dim[which]);
 }
 

@@ -188,9 +188,9 @@ UPIPE_API upipe_status upi_grad_x(upipe_ctx *c, const upi_pass *f, upipe_view dx
             if (f->w[which] == NULL) continue;
             w = upi_weight_rows(f, f->w[which], type, kv, (upi_proj)which);
             for (head = 0; head < p->desc.kv_heads; head += n) {
-                n = p->kv_grads_partial ? 1 : p->kv_per_rank;
-                UPIPE_TRY(
-                    upi_tile_add(c, f, &tile, upi_kv_grad_matrix(c, f, head, (upi_proj)which), head, w, 0));
+                const upipe_view grads = upi_kv_grad_matrix(c, f, head, (upi_proj)which);
+                n = grads.d / f->dim[which];
+                UPIPE_TRY(upi_tile_add(c, f, &tile, grads, head, w, 0));
             }
         }
         if (tile.buf != NULL) UPIPE_TRY(c->ops->cast(c, tile.out, tile.sum));
