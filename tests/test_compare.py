@@ -147,6 +147,9 @@ def stages_of_rank(c, m, rank):
             return [list(range(begin, begin + per)) for begin in begins]
         if C % c['kv_heads'] == 0:  # a part of a group
             return [list(range(rank * H // C + i * per, rank * H // C + (i + 1) * per)) for i in stages]
+    if G == 1:  # uneven: a stage has the next heads, of which each rank has the next ones
+        parts = [(first, min(per * C, H - first)) for first in range(0, H, per * C)]
+        return [list(range(first + n * rank // C, first + n * (rank + 1) // C)) for first, n in parts]
     # uneven: at most `per` heads a stage, of one group that was begun before, or of whole groups
     left, made = list(range(rank * H // C, (rank + 1) * H // C)), []
     while left:
@@ -638,7 +641,7 @@ def test_refusals(folder):
         ('--method upipe-naive --heads 12 --kv-heads 6 --ranks 8', '12 heads', 'order'),
         ('--method upipe-ring --heads 10 --kv-heads 5 --ranks 12 --ring 4 --ring-mode p2p', '10/5 heads over 3 ranks', 'gathered'),
         ('--method fpdt --segments 600', '2048 tokens in 600 segments over 4 ranks'),
-        ('--method upipe-fpdt --heads 28 --kv-heads 4 --ranks 8', '28/4 heads', 'common rounds'), ('--v-dim 300', '300'),
+        ('--method upipe-fpdt --heads 28 --kv-heads 4 --ranks 8', '28/4 heads', 'which are uneven'), ('--v-dim 300', '300'),
         ('--window 2305843009213693952', 'window of 2305843009213693952'), ('--kv-heads 3', '16', '3'), ('--kv-heads 32', '16', '32'),
         ('--head-dim 24', '24', '32', '256'), ('--head-dim 33', '33'), ('--head-dim 264', '264'),
         ('--tokens 9000000000000000000', '9000000000000000000', '63 bits'),

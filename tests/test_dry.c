@@ -265,6 +265,8 @@ static void test_held(void)
          {349184, 2291688, 2310688, 1766400, 1788224, 4735296, 5035296, 4735296}, 1222656},
         {"uneven heads, stages", 1024, 3, 14, 2, 0, 3, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
          {349184, 1415144, 1434144, 1414144, 1695384, 2445976, 2745976, 2445976}, 393216},
+        {"uneven heads, a K/V head each", 1024, 3, 14, 14, 48, 3, UPIPE_BF16, 0, 0, 1, 0, 0, 1, UPIPE_RING_AUTO,
+         {349184, 1382376, 1401376, 1152000, 1695384, 2885400, 3185400, 3057960}, 360448},
         {"P2P ring", 1024, 1, 8, 4, 0, 8, UPIPE_BF16, 0, 0, 4, 0, 0, 0, UPIPE_RING_P2P,
          {262144, 1057768, 2125344, 1318912, 802816, 1859584, 4256736, 1859584}, 524288},
         {"P2P ring around stages", 1024, 2, 16, 4, 0, 2, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_P2P,
@@ -277,6 +279,8 @@ static void test_held(void)
          {131072, 1024000, 1109536, 761856, 671744, 1459200, 2086880, 1721344}, 622592},
         {"all-gather, uneven heads", 1024, 3, 14, 2, 0, 3, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
          {174080, 947688, 988704, 968704, 847152, 1613104, 2044176, 2004272}, 436736},
+        {"all-gather, uneven, a K/V head each", 1024, 3, 14, 14, 0, 3, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+         {174080, 903168, 988704, 706560, 847152, 1961264, 2392336, 2090288}, 393216},
         {"all-gather, in order", 1024, 2, 16, 4, 0, 2, UPIPE_F32, 1, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
          {524288, 2375680, 2395680, 1851392, 2654208, 3442688, 3873760, 3442688}, 786432},
     };
@@ -296,6 +300,42 @@ static void test_held(void)
         desc.ring_mode = held[i].mode;
         b = dry_run(&desc, held[i].qk_norm, &plan, __LINE__);
         check_held(held[i].name, &b, held[i].phase, held[i].intermediate_fwd);
+    }
+}
+
+/* The most that a rank holds with this chunk: of Q, K and V of the host's own, or of K and V of a latent. */
+static size_t most_held(upipe_plan_desc desc, int chunk, int latent)
+{
+    size_t most = 0;
+    desc.chunk = chunk;
+    for (desc.rank = 0; desc.rank < desc.ranks; ++desc.rank) {
+        upipe_plan p;
+        const upipe_qkv own = {.plan = &p};
+        const upipe_latent of = {.plan = &p, .kv = {UPIPE_LATENT_GATHERED, {.d = 64}, {.d = 16}}};
+        CHECK(upipe_plan_init(&p, &desc, NULL) == UPIPE_OK && upipe_dry_init(dry, &p, &fake_ops) == UPIPE_OK);
+        CHECK_STATUS(latent ? upipe_dry_latent(dry, &of) : upipe_dry_qkv(dry, &own), UPIPE_OK, dry->ctx.err);
+        most = upipe_max_bytes(most, dry->mem.peak);
+    }
+    return most;
+}
+
+/* With a K/V head for each head a chunk that does not divide the heads holds no more than the next larger one that does. */
+static void test_chunks_that_do_not_divide(void)
+{
+    set_scratch(1000, 20000, 300000);
+    for (int latent = 0; latent < 2; ++latent) {
+        size_t of_divisor = 0;
+        int uneven = 0;
+        for (int chunk = 48; chunk >= 4; chunk -= 4) {
+            upipe_plan_desc desc = shape(1021, 4, 48, 48, 64, 512, 0, latent ? UPIPE_BF16 : UPIPE_F32);
+            const size_t held = most_held(desc, chunk, latent);
+            CHECK_SAY(of_divisor == 0 || held <= of_divisor,
+                      "%s: a chunk of %d holds %zu bytes, more than %zu", latent ? "a latent" : "Q, K and V",
+                      chunk, held, of_divisor);
+            if (48 % chunk == 0) of_divisor = held;
+            uneven += 48 % chunk != 0;
+        }
+        CHECK_INT(uneven, 6);
     }
 }
 
@@ -319,6 +359,8 @@ static void test_held_segments(void)
          {0, 328680, 611872, 264192, 0, 198656, 1225696, 787432}, 262144, 3571712},
         {"uneven heads", 1024, 3, 14, 2, 48, 14, 5, UPIPE_BF16, 1,
          {0, 389288, 561200, 361296, 4096, 330336, 1379936, 510464}, 318656, 3221600},
+        {"uneven heads, a K/V head each", 1024, 3, 14, 14, 48, 14, 5, UPIPE_BF16, 0,
+         {0, 527048, 974480, 361296, 0, 326240, 1789120, 781888}, 456416, 4824320},
     };
     /* clang-format on */
     set_scratch(1000, 20000, 300000);
@@ -967,6 +1009,7 @@ int main(int argc, char **argv)
     TEST(test_random());
     TEST(test_even());
     TEST(test_held());
+    TEST(test_chunks_that_do_not_divide());
     TEST(test_held_segments());
     TEST(test_claims());
     TEST(test_dq_sums());

@@ -193,7 +193,7 @@ static void test_refusals(void)
     refuse(&t, UPIPE_ERR_UNSUPPORTED, "segments with the naive order");
     t.naive = 0;
     t.ranks = 3;
-    refuse(&t, UPIPE_ERR_UNSUPPORTED, "which have no common rounds");
+    refuse(&t, UPIPE_ERR_UNSUPPORTED, "which are uneven");
 }
 
 /* ---- ranks that do not agree ---- */

@@ -492,7 +492,7 @@ static void test_refusals(void)
     d = describe(1024, 8, 28, 4, 128, 8);
     d.ring = 2;
     d.ring_mode = UPIPE_RING_P2P;
-    refuse(d, UPIPE_ERR_UNSUPPORTED, "28/4 heads over 8 ranks in 4 stages have no common rounds");
+    refuse(d, UPIPE_ERR_UNSUPPORTED, "28/4 heads over 8 ranks in 4 stages are uneven");
     d.chunk = 28; /* Ulysses: one stage, one round */
     CHECK(upipe_plan_init(&p, &d, NULL) == UPIPE_OK);
     /* absurd, legal, and not to overflow an int on the way */

@@ -89,8 +89,8 @@ UPIPE_API upipe_status upipe_fpdt_plan(const upipe_fpdt *f, int i, upipe_plan *p
     UPIPE_TRY(upipe_plan_init(p, &d, e));
     if (p->schedule == UPIPE_UNEVEN && p->stages > 1)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
-                          "segments in %d stages of %d/%d heads over %d ranks, which have no common rounds",
-                          p->stages, d.heads, d.kv_heads, d.ranks);
+                          "segments in %d stages of %d/%d heads over %d ranks, which are uneven", p->stages,
+                          d.heads, d.kv_heads, d.ranks);
     return UPIPE_OK;
 }
 

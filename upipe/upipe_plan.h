@@ -559,7 +559,7 @@ UPIPE_API upipe_buffers upi_buffers_max(upipe_buffers a, upipe_buffers b)
  *   p       written; not changed afterwards, or the calls refuse it
  *   errors  ARG (NULL; sizes that make no sense, which the sentence names; an inner ring, a ring mode or
  *           ring_prefetch that does not fit the others), UNSUPPORTED (heads that have no naive order; too
- *           many stages or ranks; a P2P ring, ring_prefetch or overlap without common rounds; overlap with a
+ *           many stages or ranks; a P2P ring, ring_prefetch or overlap with uneven heads; overlap with a
  *           ring), OVERFLOW
  *   paper   sections 3.3 and 4.1
  */

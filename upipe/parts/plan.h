@@ -112,26 +112,23 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
     if (d->ring_inner > 1 && d->ring_mode == UPIPE_RING_ALL_GATHER)
         return upipe_fail(e, UPIPE_ERR_ARG, "an inner ring of %d, but K and V are gathered", d->ring_inner);
     if (d->ring > 1 && d->ring_mode == UPIPE_RING_P2P && p->schedule == UPIPE_UNEVEN && p->stages > 1)
-        return upipe_fail(
-            e, UPIPE_ERR_UNSUPPORTED,
-            "%d/%d heads over %d ranks in %d stages have no common rounds: K and V cannot shift round a "
-            "ring, but be gathered",
-            d->heads, d->kv_heads, d->ranks, p->stages);
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "%d/%d heads over %d ranks in %d stages are uneven: K and V cannot shift round a "
+                          "ring, but be gathered",
+                          d->heads, d->kv_heads, d->ranks, p->stages);
     if (d->ring_prefetch && (d->ring == 1 || d->ring_mode != UPIPE_RING_ALL_GATHER))
         return upipe_fail(e, UPIPE_ERR_ARG, "K and V are to be gathered ahead, but are not gathered");
     if (d->ring_prefetch && p->schedule == UPIPE_UNEVEN)
-        return upipe_fail(
-            e, UPIPE_ERR_UNSUPPORTED,
-            "%d/%d heads over %d ranks in %d stages have no common rounds to gather K and V ahead", d->heads,
-            d->kv_heads, d->ranks, p->stages);
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "%d/%d heads over %d ranks in %d stages are uneven: K and V are not gathered ahead",
+                          d->heads, d->kv_heads, d->ranks, p->stages);
     if (d->overlap && d->ring > 1)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED, "stages are to overlap, but there is a ring of %d ranks",
                           d->ring);
     if (d->overlap && p->schedule == UPIPE_UNEVEN && p->stages > 1)
-        return upipe_fail(
-            e, UPIPE_ERR_UNSUPPORTED,
-            "%d/%d heads over %d ranks in %d stages have no common rounds: stages cannot overlap", d->heads,
-            d->kv_heads, d->ranks, p->stages);
+        return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
+                          "%d/%d heads over %d ranks in %d stages are uneven: stages cannot overlap",
+                          d->heads, d->kv_heads, d->ranks, p->stages);
     p->overlap = d->overlap && p->stages > 1;
     p->kv_rounds_shared = p->schedule != UPIPE_UNEVEN || !p->kv_grads_partial;
     p->kv_grads_accumulate = p->schedule == UPIPE_IN_ORDER || !p->kv_rounds_shared;
