@@ -279,7 +279,7 @@ static void test_held(void)
          {131072, 1024000, 1109536, 761856, 671744, 1459200, 2086880, 1721344}, 622592},
         {"all-gather, uneven heads", 1024, 3, 14, 2, 0, 3, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
          {174080, 947688, 988704, 968704, 847152, 1613104, 2044176, 2004272}, 436736},
-        {"all-gather, uneven, a K/V head each", 1024, 3, 14, 14, 0, 3, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
+        {"all-gather, a K/V head each", 1024, 3, 14, 14, 0, 3, UPIPE_BF16, 0, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
          {174080, 903168, 988704, 706560, 847152, 1961264, 2392336, 2090288}, 393216},
         {"all-gather, in order", 1024, 2, 16, 4, 0, 2, UPIPE_F32, 1, 0, 2, 0, 0, 0, UPIPE_RING_ALL_GATHER,
          {524288, 2375680, 2395680, 1851392, 2654208, 3442688, 3873760, 3442688}, 786432},
@@ -319,7 +319,7 @@ static size_t most_held(upipe_plan_desc desc, int chunk, int latent)
     return most;
 }
 
-/* With a K/V head for each head a chunk that does not divide the heads holds no more than the next larger one that does. */
+/* With a K/V head each a chunk that does not divide the heads holds no more than the next larger one that does. */
 static void test_chunks_that_do_not_divide(void)
 {
     set_scratch(1000, 20000, 300000);

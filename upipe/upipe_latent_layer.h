@@ -47,7 +47,7 @@ UPIPE_API upipe_status upi_latent_bwd_store(upipe_ctx *c, void *pass, int i)
 {
     upi_pass *f = (upi_pass *)pass;
     UPIPE_TRY(upi_bwd_store(c, f, i));
-    return f->plan->kv_grads_accumulate ? UPIPE_OK : upi_kv_grad_free(c, f);
+    return upi_kv_grad_free(c, f);
 }
 
 /* Checks of this rank's arguments; nothing is sent. */

@@ -291,8 +291,7 @@ UPIPE_API int64_t upi_div_up(int64_t a, int64_t b)
     return a / b + (a % b != 0);
 }
 
-/* Uneven heads that the ranks share in their order: all, or those of the stage where each has a K/V head of its own. None
- * after the last stage. */
+/* Uneven heads that the ranks share in order: all, or with G = 1 those of the stage, none after the last one. */
 UPIPE_API upipe_head_range upi_uneven_shared(const upipe_plan *p, int stage)
 {
     const int64_t all = p->desc.heads, n = (int64_t)p->desc.ranks * p->per_rank, first = stage * n;
@@ -303,9 +302,10 @@ UPIPE_API upipe_head_range upi_uneven_shared(const upipe_plan *p, int stage)
 
 /* Query heads of a rank in a stage; count 0 after its last one. *fresh: their K and V must be fetched.
  *
- * The rank has the heads begin .. end - 1; with G = 1 this is its stage. Otherwise they come in blocks: as many whole groups as fit into a stage, or one group, in parts of
- * m heads, where none does. The first block has what is left of the group that `begin` cuts, and whole groups if they
- * fit. Of 48 heads in groups of 6 rank 1 of 6 has 8 .. 15; with m = 3 its stages are 8 9 10 | 11 | 12 13 14 | 15. */
+ * The rank has the heads begin .. end - 1; with G = 1 in one stage. Otherwise they come in blocks: as many whole groups
+ * as fit into a stage, or one group, in parts of m heads, where none does. The first block has what is left of the group
+ * that `begin` cuts, and whole groups if they fit. Of 48 heads in groups of 6 rank 1 of 6 has 8 .. 15; with m = 3 its
+ * stages are 8 9 10 | 11 | 12 13 14 | 15. */
 UPIPE_API upipe_head_range upi_uneven_stage(const upipe_plan *p, int stage, int rank, int *fresh)
 {
     const int64_t m = p->per_rank, group = p->group;
@@ -316,16 +316,15 @@ UPIPE_API upipe_head_range upi_uneven_stage(const upipe_plan *p, int stage, int 
     const int64_t first_block = m < group ? rest : rest + (m - rest) / group * group;
     const int64_t block = m < group ? group : m / group * group;
     const int64_t first_parts = upi_div_up(first_block, m), parts = upi_div_up(block, m);
-    const int64_t after = stage - first_parts,
-                  n = after / parts; /* stages and blocks after the first block */
+    const int64_t i = group > 1 ? stage : 0;                  /* the rank's stage of these heads */
+    const int64_t after = i - first_parts, n = after / parts; /* stages and blocks after the first block */
     const int64_t at = after < 0 ? begin : begin + first_block + n * block;
-    const int64_t part = after < 0 ? stage : after % parts, left = end - at;
+    const int64_t part = after < 0 ? i : after % parts, left = end - at;
     const int64_t full = after < 0 ? first_block : block, size = left <= m || left < full ? left : full;
     const int done =
         after >= 0 && left + (n > 0 ? block : first_block) <= m; /* the block before was all that was left */
     const int64_t first = at + part * m, count = size - part * m < m ? size - part * m : m;
-    *fresh = group == 1 && end > begin;
-    if (group == 1) return upi_head_range_make((int)begin, (int)(end - begin));
+    *fresh = 0;
     if (done || count <= 0) return upi_head_range_make((int)end, 0);
     *fresh = first == begin || first % group == 0;
     return upi_head_range_make((int)first, (int)count);

@@ -143,7 +143,7 @@ static inline upipe_status latent_rank(latent_row *row, const latent_model *m, c
     double kv;
     upipe_latent a;
     upipe_latent_kv nothing; /* sends neither K and V nor a latent */
-    int64_t sent[2];
+    int64_t sent[2] = {0, 0};
     int door, i;
     memset(&a, 0, sizeof a);
     memset(&nothing, 0, sizeof nothing);

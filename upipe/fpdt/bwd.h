@@ -164,15 +164,13 @@ UPIPE_API upipe_status upi_fpdt_fetch_dkv(upipe_ctx *c, upi_fpdt_pass *s, upi_pa
 {
     const upipe_plan *p = f->plan;
     const int is_k = which == UPI_PROJ_K;
+    const size_t bytes = is_k ? p->buffers.token_dk : p->buffers.token_dv;
     const char *host =
         upi_fpdt_at(is_k ? s->host.dk : s->host.dv, s->z.kv_tokens * (size_t)f->dim[which], 1, i, 0);
-    size_t bytes;
     void *tokens;
     int n;
     for (n = 0; n < (p->kv_grads_partial ? 1 : p->rounds); ++n, host += bytes) {
-        const int last = n * p->steps + p->steps - 1;
-        bytes = upipe_plan_rows_bytes(p, upi_plan_heads_at_tokens(p, last), f->dim[which]);
-        UPIPE_TRY(upi_kv_grad_alloc(c, f, which, last, &tokens));
+        UPIPE_TRY(upi_kv_grad_alloc(c, f, which, (n + 1) * p->steps - 1, &tokens));
         UPIPE_TRY(upi_fpdt_copy(c, s, tokens, host, bytes));
     }
     return UPIPE_OK;

@@ -187,8 +187,7 @@ UPIPE_API void upi_latent_scratch_set(const upipe_ops *ops, upi_pass *f, int pro
         for (rank = 0; upi_head_run_next(p, UPIPE_A2A_KV, stage, &rank, &h);)
             most = upipe_max_bytes(most, upi_latent_scratch(ops, f, h.heads, rows));
     }
-    f->scratch.gemm =
-        upipe_max_bytes(most, upi_latent_scratch(ops, f, upi_head_run_all_kv(p).heads, p->rows));
+    f->scratch.gemm = most;
 }
 
 /* ---- before and after the stages ---- */

@@ -172,7 +172,7 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
     const int stages = p->schedule == UPIPE_UNEVEN ? p->stages : p->steps;
     size_t kv = (size_t)p->kv_per_rank;
     upipe_buffers b;
-    int i, at_tokens = 0;
+    int i;
     memset(&b, 0, sizeof b);
     for (i = 0; i < stages; ++i) {
         int sent = upipe_plan_heads_sent(p, UPIPE_A2A_Q, i), mine = upipe_plan_q(p, i, me).count;
@@ -182,7 +182,7 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
         b.o = upipe_max_bytes(b.o, upi_plan_team_bytes(p, mine, v_dim));
         b.partial = upipe_max_bytes(
             b.partial, upipe_plan_rows_bytes(p, upipe_plan_heads_sent(p, UPIPE_A2A_DKV, i), wide) / e * 4);
-        if (upi_plan_heads_at_tokens(p, i) > at_tokens) at_tokens = upi_plan_heads_at_tokens(p, i);
+        b.token_dk = upipe_max_bytes(b.token_dk, upipe_plan_rows_bytes(p, upi_plan_heads_at_tokens(p, i), d));
     }
     /* the naive order may need one block more or less in later stages */
     for (i = 0; i < p->stages; ++i)
@@ -197,7 +197,6 @@ UPIPE_API upipe_buffers upi_plan_buffers(const upipe_plan *p)
     b.kv_grad = p->kv_grads_partial ? b.partial : e < 4 ? upipe_max_bytes(b.k, b.v) : 0;
     b.dk = b.k / e * 4;
     b.dv = b.v / e * 4;
-    b.token_dk = upipe_plan_rows_bytes(p, at_tokens, d);
     b.token_dv = b.token_dk / (size_t)d * (size_t)v_dim;
     b.lse = (size_t)(upipe_plan_before(p, p->stages, me) * p->team_tokens * p->desc.batch) * 4;
     if (b.lse == 0) b.lse = 4; /* a rank without heads: NULL would mean consumed */

@@ -3,7 +3,7 @@
  * The stages of a round add to dK' and dV' in f32. After the last one they are sent back to the ranks of
  * their tokens, where dWk and dWv are formed, and kept until dX is formed:
  *
- *     a rank's own heads      in the storage type, [rank][batch][T][n][dim] of the rank's n heads for each round: a list
+ *     a rank's own heads      in the storage type, [rank][batch][T][n][dim] of its n heads, for each round: a list
  *     shared heads (partial)  summed over ranks in rank order, one buffer [Hkv][batch][T][dim]. Where sums continue over
  *                             stages (in order, uneven heads in groups): in f32 until the last stage
  */
@@ -225,12 +225,12 @@ UPIPE_API upipe_view upi_kv_grad_matrix(const upipe_ctx *c, const upi_pass *f, i
 {
     const upipe_plan *p = f->plan;
     int stage = 0, rank = 0, at = head, n = 1;
-    if (!p->kv_grads_partial) {
+    if (!p->kv_grads_partial) { /* a round has neighbouring heads, in the order of ranks */
         upipe_plan_q_place(p, head * p->group, &stage, &rank);
-        at = upipe_plan_offset(p, UPIPE_A2A_KV, stage, rank);
-        n = upipe_plan_part(p, UPIPE_A2A_KV, stage, rank).count;
+        at -= upipe_plan_kv(p, stage, 0).first;
+        n = upipe_plan_kv(p, stage, rank).count;
     }
-    return upipe_view_packed((char *)upi_kv_grad_at(c, f, which, upipe_plan_stage(p, stage).round) +
+    return upipe_view_packed((char *)upi_kv_grad_at(c, f, which, stage / p->steps) +
                                  upipe_plan_rows_bytes(p, at, f->dim[which]),
                              p->desc.dtype, p->rows, 1, n * f->dim[which]);
 }
