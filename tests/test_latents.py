@@ -169,7 +169,7 @@ def test_refusals(folder):
     write('ids.npy', npy(read('text')[:TOKENS]))
     refused([LOGITS, *words_of({'load': 'heads', 'ids': 'ids.npy', 'out': 'out.npy', 'ranks': 2, 'method': 'fpdt'})], folder, 1,
             ['4 segments: K and V of a deepseek_v2 come from a latent'])
-    refused([PLAN, '--model', 'heads', '--machine', 'h100x8', '--tokens', '1M'], folder, 2, ['K and V of a latent', 'train --plan'])
+    refused([PLAN, '--model', 'heads', '--machine', 'h100x8', '--tokens', '1M', '--as', 'torchtitan'], folder, 2, ['come from a latent'])
     for device in 'cpu', 'cuda':
         done = run_command([TRAIN, *words_of({'load': 'gathered', 'tokens': TOKENS, 'ranks': 2, 'plan': True, 'device': device})])
         equal((done.returncode, done.stderr), (0, ''), f'--plan for {device}')
@@ -184,6 +184,7 @@ def test_refusals(folder):
         config = {**MODELS['heads'], **change}
         write_model(name, config, random_tensors(config))
         refused([TRAIN, *words_of({**base, 'load': name})], folder, 1, [words])
+    refused([PLAN, '--model', 'experts', '--machine', 'h100x8', '--tokens', '1M'], folder, 2, ['have a mixture of experts'])
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
+import latents  # pylint: disable=wrong-import-position
 import programs  # pylint: disable=wrong-import-position
 from checks import check, end, load, needed, read, run_command, run_test, write  # pylint: disable=wrong-import-position
 
@@ -646,6 +647,27 @@ def latent_uneven():
     check(f"(of one layer's attention: {', '.join(LATENT)})" in said, said)
 
 
+def latent_whole():
+    """Of a folder whose model has dense layers alone all is planned: its bytes are those of the trainer, and of a training."""
+    for name, config in latents.MODELS.items():
+        programs.write_model(at(name), config, latents.random_tensors(config))
+        for ranks, words in ((4, ['--method', 'upipe', '--activations', 'offload', '--zero', '3']),
+                             (3, ['--method', 'ulysses', '--activations', 'ac', '--batch', '2', '--zero', '2']),
+                             (4, ['--method', 'usp', '--ring', '2', '--activations', 'sac', '--lora', '4:8:kv_b,o', '--zero', '1'])):
+            words += ['--dtype', 'bf16', '--tokens', '120', '--device', 'cpu']
+            mine = plan('--model', at(name), '--machine', machine(ranks=ranks, ranks_per_node=2), *words)
+            # of uneven heads a training says what its first rank holds
+            for more in (['--plan'], ['--steps', '1', '--sample', '0'])[:1 if ranks == 3 else 2]:
+                _, said, theirs = run(TRAIN, '--load', at(name), '--ranks', ranks, *words, *more)
+                check(theirs is not None and mine['gpu_bytes'] == theirs['slab_bytes'] and
+                      max(phase['bytes'] for phase in mine['phases']) == theirs['plan_bytes'] ==
+                      theirs.get('peak_bytes', theirs['plan_bytes']),
+                      f"{name} {words}: {mine['gpu_bytes']}, train: {theirs and theirs['slab_bytes']} {said[-300:]}")
+    got = plan('--model', at('gathered'), *roomy('machine'), '--tokens', '4k', '--best')
+    fastest(got, 'best')
+    check(got['refused'] > 0 and not any('fpdt' in one['flags'] for one in got['settings']), 'segments of a latent are planned')
+
+
 def latent_said():
     """The table says what the file says."""
     _, said, got = run(PLAN, '--model', 'moonlight', '--tokens', '1M')
@@ -955,7 +977,7 @@ def pictures():
 
 with tempfile.TemporaryDirectory() as FOLDER:
     for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, machines, advised, nodes,
-                 numbers, latent_page, latent_bytes, latent_uneven, latent_said, documents, packed_steps, progress, refusals,
+                 numbers, latent_page, latent_bytes, latent_uneven, latent_whole, latent_said, documents, packed_steps, progress, refusals,
                  paths, others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
 sys.exit(end('planner'))

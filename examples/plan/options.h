@@ -13,9 +13,10 @@ static const char usage_text[] =
     "usage: upipe-plan --model NAME --tokens N [flags]\n"
     "\n"
     "Says whether a training step fits a machine before anything is allocated: bytes of the largest rank and of\n"
-    "the fullest node by a dry run of the trainer, to the byte, and an estimate of the time. Of a model with latent\n"
-    "attention (deepseek-v3, kimi-k2, minicpm3-4b, moonlight) it says what the attention of one layer holds and sends,\n"
-    "by Ulysses and by UPipe, as heads and as a gathered latent; flags that change nothing of that are refused.\n";
+    "the fullest node by a dry run of the trainer, to the byte, and an estimate of the time. Of deepseek-v3, kimi-k2,\n"
+    "minicpm3-4b and moonlight, whose attention has a latent, it says what the attention of one layer holds and sends, by\n"
+    "Ulysses and by UPipe, as heads and as a gathered latent; flags that change nothing of that are refused. A folder's\n"
+    "model with a latent is planned whole, if all of its layers are dense.\n";
 
 static const char usage_end[] =
     "\n"
@@ -142,6 +143,8 @@ static int options_resolve(job *j)
         return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",
                           o->zero);
     if ((status = preset_find(&j->config, j->note, o->model, &o->ignore_key)) != 0) return status;
+    if (o->as_titan && j->config.kv_rank > 0)
+        return cli_refuse("--as torchtitan: K and V of --model %s come from a latent", o->model);
     if (o->activations.k > j->config.layers)
         return cli_refuse("--activations: the model has %lld layers", (long long)j->config.layers);
     status = options_method(j);

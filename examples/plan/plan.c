@@ -59,7 +59,8 @@ static int plan_one(const job *j, const planner *p, files *all)
         balance = planner_balance(&s);
         report_documents(&s, &balance);
     }
-    if (p->titan == TITANS && (s.how.method == METHOD_ULYSSES || s.how.method == METHOD_UPIPE))
+    if (p->titan == TITANS && j->config.kv_rank == 0 && /* the paper has no latents */
+        (s.how.method == METHOD_ULYSSES || s.how.method == METHOD_UPIPE))
         report_block(p, &s);
     report_advice(help, n);
     if (j->o.json != NULL) {

@@ -133,9 +133,11 @@ static inline int preset_find(llama_config *c, char note[PRESET_NOTE], const cha
     snprintf(path, sizeof path, "%s/config.json", name);
     if (access(path, F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR)) {
         status = preset_read(c, note, path, ignored);
-        if (status != 0 || (c->kv_rank == 0 && !llama_has_linear(c))) return status;
-        return cli_refuse("--model %s has %s, which are not planned here; train --plan plans their bytes",
-                          name, c->kv_rank > 0 ? "K and V of a latent" : "layers of linear attention");
+        if (status != 0 || !llama_has_linear(c)) return status;
+        return cli_refuse(
+            "--model %s has layers of linear attention, which are not planned here; train --plan "
+            "plans their bytes",
+            name);
     }
     preset_names(names, sizeof names);
     latent_names(latent, sizeof latent);
