@@ -3,8 +3,9 @@
 
 Measures the rate of fused multiply-adds and the bandwidth of memory, validates everyone against NumPy in double
 precision, then times: all take turns, and the medians count. Operations are 4 d a visible pair of query and key forward
-and 10 d backward (2 d of keys and 2 d of values; 6 d and 4 d), for everyone; the peak is measured in the same turns, with the vectors that our kernels use and as
-many threads. A peer's ratio is our rate over its rate: above 1 we are faster.
+and 10 d backward, for everyone; with values of another head dim 2 d of keys and 2 of values, 6 and 4. The peak is
+measured in the same turns, with the vectors that our kernels use and as many threads. A peer's ratio is our rate over
+its rate: above 1 we are faster.
 
 Exit status: 0; 1 if something failed or is wrong; 2 for wrong usage.
 """
@@ -57,12 +58,18 @@ class Attn(rates.Rates):
         for dim, dtype, mask, threads in itertools.product(given.dims, given.dtypes, given.masks, given.threads):
             yield attn_peers.Problem(*VALIDATED, dim, dtype, mask == 'causal', v_dim=given.v_dim), threads
 
+    def refuse(self, options):
+        if options.v_dim and options.peers not in (PEERS, [], ['bf16']):
+            return '--v-dim: peers have one head dim; --peers is bf16 or none'
+        return None
+
     def open(self):
+        apart = [name for name in self.options.peers if self.options.v_dim and name != 'bf16']
+        self.options.peers = [name for name in self.options.peers if name not in apart]
         self.makers = {'ours': attn_peers.Ours, **attn_peers.CONTESTANTS}
-        if self.options.v_dim:
-            self.options.peers = [name for name in self.options.peers if name == 'bf16']
-        threads = self.options.threads
-        return {**super().open(), 'peak_gflops': {n: round(1e-9 * self.ours.peak(n), 1) for n in threads},
+        threads, made = self.options.threads, super().open()
+        made['left_out'].update({name: 'has one head dim' for name in apart})
+        return {**made, 'peak_gflops': {n: round(1e-9 * self.ours.peak(n), 1) for n in threads},
                 'triad_gb_per_s': {n: round(1e-9 * self.ours.bandwidth(n, BANDWIDTH_FLOATS), 1) for n in threads}}
 
     def cases(self):

@@ -21,8 +21,11 @@
 #include <arm_neon.h>
 #endif
 
-/* bench_case -- one attention call, packed: q and its gradient [tokens][heads][head_dim], o and its own
- *   [tokens][heads][v_dim]; k, v and theirs the same of keys
+/* bench_case -- one attention call, packed
+ *   q dq        [tokens][heads][head_dim]
+ *   o dout      [tokens][heads][v_dim]
+ *   k dk        [keys][heads][head_dim]
+ *   v dv        [keys][heads][v_dim]
  *   dk dv       f32; the others are bf16 if `bf16`, else f32
  *   lse delta   f32 [tokens][heads]
  *   work        work_bytes of bench_attn_bytes, 64-byte aligned

@@ -5,7 +5,8 @@
  * Forward and backward of a causal block in f32 by Ulysses and UPipe in both forms, on ranks that are threads of one team:
  * each way once a round, in the opposite order every other round, after a round that is not timed. Prints a line of JSON for
  * each run: its way, seconds, and bytes of rank 0. Exit status 1 where results have other bits than the first ones, or bytes
- * held or sent are not those of the dry run. Latent and heads are as DeepSeek-V3 has them, but an eighth of its heads.
+ * held or sent are not those of the dry run. Heads and the latent of K and V are as DeepSeek-V3 has them, but an eighth of its
+ * heads; the model and what Q is made of are narrower.
  */
 #include "upipe/net/upipe_net_threads.h"
 #include "upipe/cpu/upipe_cpu.h"

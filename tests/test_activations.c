@@ -640,7 +640,7 @@ static void draw(test_rng *rng, drawn *d)
     } else if (test_below(rng, 4) == 0) {
         s->how.method = METHOD_UPIPE_FPDT;
         s->how.segments = 1 + test_below(rng, 4);
-        if (c.heads % s->how.ranks != 0) s->how.chunk = c.heads; /* no stages without common rounds */
+        if (c.heads % s->how.ranks != 0) s->how.chunk = c.heads; /* uneven heads have one stage */
         if (c.kv_heads % s->how.ranks != 0) s->how.chunk = c.heads;
     }
     s->activations.kind = test_below(rng, ACTIVATIONS_KINDS);

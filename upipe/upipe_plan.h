@@ -316,15 +316,16 @@ UPIPE_API upipe_head_range upi_uneven_stage(const upipe_plan *p, int stage, int 
     const int64_t first_block = m < group ? rest : rest + (m - rest) / group * group;
     const int64_t block = m < group ? group : m / group * group;
     const int64_t first_parts = upi_div_up(first_block, m), parts = upi_div_up(block, m);
-    const int64_t i = group > 1 ? stage : 0;                  /* the rank's stage of these heads */
-    const int64_t after = i - first_parts, n = after / parts; /* stages and blocks after the first block */
+    const int64_t after = stage - first_parts,
+                  n = after / parts; /* stages and blocks after the first block */
     const int64_t at = after < 0 ? begin : begin + first_block + n * block;
-    const int64_t part = after < 0 ? i : after % parts, left = end - at;
+    const int64_t part = after < 0 ? stage : after % parts, left = end - at;
     const int64_t full = after < 0 ? first_block : block, size = left <= m || left < full ? left : full;
     const int done =
         after >= 0 && left + (n > 0 ? block : first_block) <= m; /* the block before was all that was left */
     const int64_t first = at + part * m, count = size - part * m < m ? size - part * m : m;
-    *fresh = 0;
+    *fresh = group == 1 && end > begin;
+    if (group == 1) return upi_head_range_make((int)begin, (int)(end - begin));
     if (done || count <= 0) return upi_head_range_make((int)end, 0);
     *fresh = first == begin || first % group == 0;
     return upi_head_range_make((int)first, (int)count);

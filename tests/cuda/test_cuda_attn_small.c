@@ -28,16 +28,18 @@ static void run_case(const oracle_attn *t, int i, uint64_t seed)
 static void test_shapes(void)
 {
     /* clang-format off */
-    static const int64_t cases[][7] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos */
+    static const int64_t cases[][8] = { /* sq, sk, d, query heads, key/value heads, causal, q_pos, v */
         {65, 63, 128, 1, 1, 0, 0}, {33, 31, 256, 1, 1, 1, 10}, {140, 210, 72, 2, 1, 1, 70}, {70, 100, 136, 2, 1, 1, 40},
         {128, 129, 128, 4, 2, 1, 1}, {64, 65, 256, 3, 1, 0, 0}, {63, 64, 96, 1, 1, 1, 20}, {31, 32, 192, 1, 1, 1, 0},
         {1, 200, 128, 8, 1, 1, 199}, {200, 1, 256, 1, 1, 0, 0}, {150, 40, 128, 2, 1, 1, -130}, {90, 50, 256, 2, 2, 1, -60},
         {100, 500, 104, 2, 2, 1, 400}, {40, 300, 200, 4, 1, 1, 260}, {0, 5, 128, 1, 1, 0, 0}, {5, 0, 256, 2, 1, 0, 0},
+        {70, 100, 192, 2, 1, 1, 40, 128}, {40, 130, 136, 2, 1, 0, 0, 104},
     };
     /* clang-format on */
     for (int i = 0; i < COUNT_OF(cases); i += here.brief ? 2 : 1) {
         const int64_t *x = cases[i / 2 * 2 + (i + i / 2) % 2];
-        const oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
+        oracle_attn t = shape(x[0], x[1], (int)x[3], (int)x[4], (int)x[2], (int)x[5], x[6], 0);
+        t.v_dim = (int)x[7];
         run_case(&t, i, (uint64_t)(100 + i));
     }
 }

@@ -11,7 +11,7 @@ def draw_call(draw):
     """A description of upipe_abi.Attention, and borders of packed sequences in its flattened batch; []: none."""
     ranks, ring = draw.choice(RANKS)
     kv_heads, group, tokens = draw.randint(1, 3), draw.randint(1, 3), draw.randint(12, 20)
-    if min(ranks, ring) > 1:  # K and V go round in common rounds
+    if min(ranks, ring) > 1:  # K and V go round of even heads
         kv_heads = ranks
     heads = kv_heads * max(group, -(-ranks // kv_heads))
     desc = {'tokens': tokens, 'batch': draw.randint(1, 3), 'ranks': ranks, 'ring': ring, 'heads': heads, 'kv_heads': kv_heads,

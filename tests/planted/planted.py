@@ -13,8 +13,8 @@ where it fails or hangs. The result is matrix.tsv, a line a bug.
     planted.py --most SECONDS       of each bug tests that take so long together
     planted.py --only pool 'step'   the bugs of a list, or whose text has a word
     planted.py --tests mem a2a ...  the same with these tests alone; nothing is written
-    planted.py --check              only whether each bug has its place in the code and compiles there, and the page what
-                                    is kept
+    planted.py --check              only whether each bug has its place in the code, those of C compile, and the page has
+                                    what is kept
     planted.py --page               prints what docs/testing.md has of matrix.tsv
     planted.py --some               each with the test that saw it first, as many as UPIPE_MUTANTS_SECONDS (60) allow, of
                                     those that were seen within 10 s, and not of transports, where a bug may show by chance;
@@ -53,7 +53,7 @@ CHANCE = {'transports'}  # a wait that is left out shows by chance
 TRIES = 3
 EMULATED = {'simt', 'fake'}  # suites: for the bugs that name a test of them
 ALSO = {'nccl'}  # over the fake device
-# What --check compiles: it has all of the library and of the programs that needs no other one.
+# What --check compiles: units that include the C of the lists, but for what needs other libraries.
 COMPILED = ('upipe/upipe.h', 'examples/train/train.c', 'examples/train/logits.c', 'examples/plan/plan.c',
             'examples/compare/compare.c', 'examples/bindings/c/upipe_abi.c')
 # What reads the tree, which the copy is not.
@@ -349,7 +349,7 @@ def page(bugs):
 
 
 def check(bugs):
-    """Each bug has its place and compiles there; what is kept is of these bugs; the page has it."""
+    """Each bug has its place, those of C compile; what is kept is of these bugs; the page has it."""
     by_file, wrong = {}, []
     for bug in bugs:
         by_file.setdefault(bug.file, []).append(bug)

@@ -651,7 +651,10 @@ UPIPE_API upipe_status upi_cuda_attn_bwd_inside(upipe_ctx *c, const upipe_attn_g
     }
     obstacle = upi_cuda_bwd90_obstacle(c, g);
     upi_cuda_attn_chosen(c, "backward", obstacle == NULL ? "9.0" : "8.0", obstacle);
-    if (obstacle == NULL) return upi_cuda_attn_bwd90(c, g, &x);
+    if (obstacle == NULL) {
+        if (!upi_cuda_attn_ranged(a)) x.a.runs = NULL;
+        return upi_cuda_attn_bwd90(c, g, &x);
+    }
     if (upi_cuda_attn_is_192_128(a)) return upi_cuda_attn_bwd_fitting<192, 128, 1>(c, a, &x);
     return masked ? upi_cuda_attn_bwd_any<1>(c, a, &x) : upi_cuda_attn_bwd_any<0>(c, a, &x);
 }

@@ -23,8 +23,8 @@
  * rarer still, but the greatest weight must be 1, which bf16 holds, for a row that sees one key alone to
  * give its value.
  *
- * Each kernel comes twice: with MASKED it takes what rows see from a table (upipe_cuda_attn_mask.h), and
- * knows soft-caps; without, a row sees the keys up to its own.
+ * Each kernel comes twice, but that for 192 and 128: with MASKED it takes what rows see from a table
+ * (upipe_cuda_attn_mask.h), and knows soft-caps; without, a row sees the keys up to its own.
  */
 #ifndef UPIPE_CUDA_ATTN_FWD_H
 #define UPIPE_CUDA_ATTN_FWD_H
@@ -477,7 +477,10 @@ UPIPE_API upipe_status upi_cuda_attn_fwd(upipe_ctx *c, const upipe_attn *call)
     x.merge = a->merge;
     x.wide = a->o.dtype == UPIPE_F32;
     obstacle = upi_cuda_fwd90_obstacle(c, a);
-    if (obstacle == NULL) return upi_cuda_attn_fwd90(c, a, &x);
+    if (obstacle == NULL) {
+        if (!upi_cuda_attn_ranged(a)) x.runs = NULL;
+        return upi_cuda_attn_fwd90(c, a, &x);
+    }
     upi_cuda_attn_chosen(c, "forward", "8.0", obstacle);
     if (upi_cuda_attn_is_192_128(a)) return upi_cuda_attn_fwd_launch<192, 128, 1>(c, a, &x);
     return upi_cuda_attn_masked(a) ? upi_cuda_attn_fwd_any<1>(c, a, &x) : upi_cuda_attn_fwd_any<0>(c, a, &x);

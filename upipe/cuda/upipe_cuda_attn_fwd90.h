@@ -613,19 +613,19 @@ UPIPE_API upipe_status upi_cuda_attn_fwd90(upipe_ctx *c, const upipe_attn *call,
 {
     const int columns = upi_cuda_attn_columns(call),
               keys_176 = columns > 64 && columns <= 128 && upi_cuda_fwd90_suits_176(call),
-              narrow = upi_cuda_attn_is_192_128(call);
+              two_dims = upi_cuda_attn_is_192_128(call);
     upi_cuda_attn_chosen(c, "forward",
-                         columns > 192              ? "9.0, tiles of 80 keys"
-                         : columns > 128 && !narrow ? "9.0, tiles of 112 keys"
-                         : keys_176                 ? "9.0, tiles of 176 keys"
-                                                    : "9.0, tiles of 128 keys",
+                         columns > 192                ? "9.0, tiles of 80 keys"
+                         : columns > 128 && !two_dims ? "9.0, tiles of 112 keys"
+                         : keys_176                   ? "9.0, tiles of 176 keys"
+                                                      : "9.0, tiles of 128 keys",
                          NULL);
     if (columns <= 64) return upi_cuda_fwd90_launch<64, 64, 128>(c, call, a);
     if (columns <= 96 && keys_176) return upi_cuda_fwd90_launch<96, 96, 176>(c, call, a);
     if (columns <= 96) return upi_cuda_fwd90_launch<96, 96, 128>(c, call, a);
     if (columns <= 128 && keys_176) return upi_cuda_fwd90_launch<128, 128, 176>(c, call, a);
     if (columns <= 128) return upi_cuda_fwd90_launch<128, 128, 128>(c, call, a);
-    if (narrow) return upi_cuda_fwd90_launch<192, 128, 128>(c, call, a);
+    if (two_dims) return upi_cuda_fwd90_launch<192, 128, 128>(c, call, a);
     if (columns <= 192) return upi_cuda_fwd90_launch<192, 192, 112>(c, call, a);
     return upi_cuda_fwd90_launch<256, 256, 80>(c, call, a);
 }

@@ -26,7 +26,7 @@ UPIPE_API size_t upi_cuda_gemm_bytes(const struct upipe_ops *ops, upipe_view out
     return 0;
 }
 
-/* The head dim that a kernel must be built for. */
+/* The head dim that a kernel of one head dim must be built for. */
 UPIPE_API int upi_cuda_attn_columns(const upipe_attn *a)
 {
     return a->q.d > a->v.d ? a->q.d : a->v.d;
@@ -38,11 +38,16 @@ UPIPE_API int upi_cuda_attn_is_192_128(const upipe_attn *a)
     return a->q.d > 128 && a->q.d <= 192 && a->v.d <= 128;
 }
 
-/* Whether the call needs a kernel with tables. */
+/* Whether a row sees other keys than all of those up to its own, so that a table says which. */
+UPIPE_API int upi_cuda_attn_ranged(const upipe_attn *a)
+{
+    return a->mask.window > 0 || a->mask.borders.cu_seqlens != NULL;
+}
+
+/* Whether the call needs a kernel with tables, of those for 8.0. */
 UPIPE_API int upi_cuda_attn_masked(const upipe_attn *a)
 {
-    return a->mask.window > 0 || a->mask.borders.cu_seqlens != NULL || a->mask.softcap > 0 ||
-           a->v.d != a->q.d;
+    return upi_cuda_attn_ranged(a) || a->mask.softcap > 0 || a->v.d != a->q.d;
 }
 
 /* Bytes of a table of runs, a multiple of 64; SIZE_MAX where they leave 63 bits. */

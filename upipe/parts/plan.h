@@ -114,7 +114,7 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
     if (d->ring > 1 && d->ring_mode == UPIPE_RING_P2P && p->schedule == UPIPE_UNEVEN && p->stages > 1)
         return upipe_fail(e, UPIPE_ERR_UNSUPPORTED,
                           "%d/%d heads over %d ranks in %d stages are uneven: K and V cannot shift round a "
-                          "ring, but be gathered",
+                          "ring, but can be gathered",
                           d->heads, d->kv_heads, d->ranks, p->stages);
     if (d->ring_prefetch && (d->ring == 1 || d->ring_mode != UPIPE_RING_ALL_GATHER))
         return upipe_fail(e, UPIPE_ERR_ARG, "K and V are to be gathered ahead, but are not gathered");
@@ -130,7 +130,7 @@ UPIPE_API upipe_status upi_plan_ring(upipe_plan *p, upipe_err *e)
                           "%d/%d heads over %d ranks in %d stages are uneven: stages cannot overlap",
                           d->heads, d->kv_heads, d->ranks, p->stages);
     p->overlap = d->overlap && p->stages > 1;
-    p->kv_rounds_shared = p->schedule != UPIPE_UNEVEN || !p->kv_grads_partial;
+    p->kv_rounds_shared = p->schedule != UPIPE_UNEVEN || p->group == 1;
     p->kv_grads_accumulate = p->schedule == UPIPE_IN_ORDER || !p->kv_rounds_shared;
     p->kv_gathered = d->ring > 1 && d->ring_mode == UPIPE_RING_ALL_GATHER;
     p->kv_prefetched = d->ring_prefetch && p->rounds > 1;
