@@ -33,6 +33,7 @@ def heads_of(tokens):
 
 
 def dims_of(line):
+    """Of keys, and of values where they have another."""
     return '/'.join(str(line[name]) for name in ('head_dim', 'v_dim') if name in line)
 
 
@@ -76,7 +77,8 @@ class Attn(rates.Rates):
         given = self.options
         for dim, dtype, mask, tokens, threads in itertools.product(given.dims, given.dtypes, given.masks, given.tokens,
                                                                    given.threads):
-            yield (f'head dim {dim}, {dtype}, {mask}, {tokens} tokens, {common.counted(threads)}', tokens, dim, dtype,
+            dims = dims_of({'head_dim': dim, **({'v_dim': given.v_dim} if given.v_dim else {})})
+            yield (f'head dim {dims}, {dtype}, {mask}, {tokens} tokens, {common.counted(threads)}', tokens, dim, dtype,
                    mask == 'causal', threads)
 
     def run(self, tokens, dim, dtype, causal, threads):

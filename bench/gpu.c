@@ -487,6 +487,8 @@ int main(int argc, char **argv)
     if (o.tokens == 0) o.tokens = command == 1 ? 8192 : 16384;
     if (o.tokens > 1 << 20 && command == 1)
         return cli_refuse("a product of %lld rows", (long long)o.tokens) - 1;
+    if (o.v_dim != 0 && command != 2)
+        return cli_refuse("--v-dim would have no effect with %s", commands[command]) - 1;
     if (o.v_dim == 0) o.v_dim = o.head_dim;
     if (o.kv_heads == 0) o.kv_heads = command == 4 ? 8 : o.heads;
     if (o.chunk == 0) o.chunk = o.ranks;

@@ -57,6 +57,7 @@ def check_usage(folder):
     for words, says in [
         ('', 'no command'), ('nosuch', 'no command nosuch'), ('attn --peers nobody', 'nobody'),
         ('attn --tokens many --peers none', 'many'), ('attn --rounds 0 --peers none', 'positive'),
+        ('attn --v-dim 32 --peers naive', 'one head dim'),
         ('attn --peers none --json nosuch/x.json', 'cannot be written'), ('masks --kinds nothing', 'nothing'),
         ('masks --threads 0', 'positive'), ('block --shapes 4x16', '4x16 is not like'), ('block --rounds 0', 'positive'),
         ('block --products nothing', 'nothing'), ('methods --methods nobody', 'nobody'), ('methods --tokens 512,512', 'twice'),

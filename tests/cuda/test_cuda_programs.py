@@ -120,6 +120,7 @@ def test_avoid(_):
                             FAKE_CAPABILITY=90).stdout)
     check(whole['fwd_flop'] == 2 * 64**2 * (192 + 128) and whole['bwd_flop'] == 2 * 64**2 * (3 * 192 + 2 * 128), str(whole))
     check([len(kernel['checked']) for kernel in whole['kernels']] == [5, 5], str(whole))
+    ends(2, '--v-dim would have no effect with rows', 'gpu', 'rows', '--v-dim', '128')
     if there('train'):
         step = [*MODEL, '--model-dim', '128', '--heads', '2', '--tokens', '300', '--steps', '1', '--dtype', 'bf16', '--device', 'cuda', '--avoid']
         losses = [numbers('train', *step, avoid, FAKE_CAPABILITY=capability)['loss']
