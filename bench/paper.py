@@ -2,7 +2,7 @@
 """paper.py -- the paper's tables and figures, theirs beside ours
 
 Everything of the paper on Untied Ulysses (arXiv 2602.21196) that can be computed or simulated: closed forms from the
-numbers of heads, the rest by upipe-plan --as torchtitan, whose constants are fitted on the Llama3-8B tables of 8 GPUs
+numbers of heads, the rest by upipe-plan --as paper, whose constants are fitted on the Llama3-8B tables of 8 GPUs
 (upipe-plan --write-machine prints them with their origins). Each length, and each method where the others determine it,
 is also left out of a new fit and predicted. Prints Markdown, with the error of each cell, and writes
 the numbers as JSON and three pictures. --pages puts all of it into a page, docs/paper.md, whose first lines and last
@@ -84,7 +84,7 @@ class Planner:
                         re.findall(r'^  (\w+) +([\d.]+) s ', done.stdout, re.M)}}
 
     def paper(self, method, tokens, *flags):
-        return self.ask('--as', 'torchtitan', '--method', method, '--tokens', tokens, *flags)
+        return self.ask('--as', 'paper', '--method', method, '--tokens', tokens, *flags)
 
 
 def beside(ours, theirs, name):
@@ -163,7 +163,7 @@ def grid(planner):
             cells[1].append(beside(got['tokens_per_s_per_gpu'], SPEED[method][i], f'speed_{method}'))
         memory.append([method, *cells[0], *[''] * (9 - len(cells[0]))])
         speed.append([method, *cells[1], *[''] * (9 - len(cells[1]))])
-        most = planner.ask('--as', 'torchtitan', '--method', method, '--max-tokens')['max_tokens']
+        most = planner.ask('--as', 'paper', '--method', method, '--max-tokens')['max_tokens']
         longest.append([method, LENGTHS[len(MEMORY[method]) - 1], f'{most / 2**20:.2f}M'])
     put('## Peak memory', '', 'Llama3-8B on 8 H100, GiB: the paper / the model (error). OOM beyond 75 of 80 GiB.')
     table(['method', *LENGTHS], memory)
@@ -171,7 +171,7 @@ def grid(planner):
     table(['method', *LENGTHS], speed)
     put('## Longest contexts', '', 'The longest of the paper\'s lengths, and the longest that fits by the model.')
     for method, most in ('ulysses', '6M'), ('upipe', '8M'):
-        got = planner.ask('--machine', 'h100x16', '--as', 'torchtitan', '--method', method, '--max-tokens')['max_tokens']
+        got = planner.ask('--machine', 'h100x16', '--as', 'paper', '--method', method, '--max-tokens')['max_tokens']
         longest.append([f'{method}, 16 GPUs', most, f'{got / 2**20:.2f}M'])
     table(['method', 'paper', 'model'], longest)
     most = {row[0]: float(row[2][:-1]) for row in longest}

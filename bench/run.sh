@@ -12,7 +12,7 @@ export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 export THP_MEM_ALLOC_ENABLE="${THP_MEM_ALLOC_ENABLE:-1}"
 
 commands() {
-    for name in attn masks gemm ops block methods latent linear states accuracy paper; do
+    for name in attn masks gemm ops block methods latent linear states accuracy paper measured; do
         [ ! -f "$top/bench/$name.py" ] || printf ' %s' "$name"
     done
 }

@@ -48,6 +48,12 @@ enum {
 enum { CHECK_AUTO, CHECK_ON, CHECK_OFF };
 enum { SCHEDULE_COSINE, SCHEDULE_LINEAR, SCHEDULE_CONSTANT, SCHEDULE_WSD, SCHEDULES };
 
+/* How another program would run a training, for upipe-plan (plan/as.h); all 0: this library.
+ *   program, method   rows of its tables;  loss, mlp  0 whole, 1 in tiles;  all  nothing is computed twice;  fp8  products are */
+typedef struct as_choice {
+    int program, method, loss, mlp, all, fp8;
+} as_choice;
+
 /* What the flags say, of all programs; each uses what is its own. */
 typedef struct options {
     int program;              /* IN_... */
@@ -56,7 +62,9 @@ typedef struct options {
     method_choice how;
     method_list methods;     /* of compare */
     const char *method_name; /* of upipe-plan, whose --as has other methods */
-    int ring_mode;           /* upipe_ring_mode */
+    as_choice as;
+    int attention; /* of upipe-plan: a kernel */
+    int ring_mode; /* upipe_ring_mode */
     int replicas, device, avoid, dtype, transport, node_ranks;
     double deadline; /* seconds that a rank waits for the others */
 
@@ -77,7 +85,7 @@ typedef struct options {
     size_t tile_bytes;
 
     const char *model, *machine, *lengths, *train, *lora;
-    int as_titan, max_tokens, best, plan;
+    int max_tokens, best, plan;
     text_list calibrate, ignore_key;
 
     const char *tokens_file, *end_token, *loss_mask, *eval_mask;
@@ -101,11 +109,11 @@ static const flag_row flag_rows[] = {
     {"model", "NAME|DIR", IN_PLAN, in_run, FLAG_TEXT, AT(model), 0, 0, NULL, 0,
      "a model by name (a wrong one lists them), or a folder with a config.json"},
     {"machine", "NAME|FILE", IN_PLAN, in_run, FLAG_TEXT, AT(machine), 0, 0, "h100x8", 0,
-     "h100x8, h100x16 (two nodes), h100x32, h200x8, a100x8, b200x8, rtxpro6000x8, l40sx8, 5090x8, 4090x4, cpu, or a file"},
+     "so many GPUs, eight in a node, of h100, h200, a100, b200, rtxpro6000, l40s, 5090 and 4090, as h100x16; cpu; or a file"},
     {"method", "NAME", IN_TRAIN | IN_LOGITS, in_run, FLAG_METHOD, AT(how.method), 0, 0, "upipe", 0,
      "one of those below"},
-    {"method", "NAME", IN_PLAN, in_run, FLAG_TEXT, AT(method_name), 0, 0, "upipe", 0,
-     "one of those below; with --as torchtitan native, ring, ulysses, fpdt or upipe"},
+    {"method", "NAME", IN_PLAN, in_run, FLAG_TEXT, AT(method_name), 0, 0, NULL, 0,
+     "one of those below; with --as those of that program, its first one (upipe)"},
     {"method", "NAME", IN_COMPARE, in_run, FLAG_METHODS, AT(methods), 0, 0, NULL, 0,
      "one of the methods below; may come several times (ulysses and upipe)"},
     {"ranks", "N", IN_TRAIN | IN_COMPARE, in_run, FLAG_INT, AT(how.ranks), 1, FLAG_RANKS_MAX, "4", 0,
@@ -302,9 +310,20 @@ static const flag_row flag_rows[] = {
      "compare with a reference in f64; auto: up to 2048 tokens"},
 
     /* the planner */
-    {"as", "torchtitan", IN_PLAN, in_planning, FLAG_CHOICE, AT(as_titan), 0, 0, NULL, 0,
-     "the paper's own setting instead of this library: what PyTorch holds and takes. Methods are native, ring, ulysses, "
-     "fpdt and upipe as the paper ran them; activations offload, of native ac"},
+    {"as", "upipe|paper|torchtitan|deepspeed-alst|trl|megatron", IN_PLAN, in_planning, FLAG_CHOICE, AT(as.program), 0, 0,
+     "upipe", 0,
+     "who trains: this library, planned to the byte, or another program, by the tensors that it is known to hold; how far "
+     "that is off what others measured, a line of the plan says"},
+    {"attention", "machine|fa2|fa3|fa4|cudnn|upipe", IN_PLAN, in_planning, FLAG_CHOICE, AT(attention), 0, 0, NULL, 0,
+     "whose attention kernel sets the time: published rates by card, head dim and length; machine: the machine's own rates "
+     "(machine; with --as what that program uses)"},
+    {"loss", "whole|tiled", IN_PLAN, in_planning, FLAG_CHOICE, AT(as.loss), 0, 0, NULL, 0,
+     "with --as: whether all logits exist at once (tiled where the program can)"},
+    {"mlp", "whole|tiled", IN_PLAN, in_planning, FLAG_CHOICE, AT(as.mlp), 0, 0, NULL, 0,
+     "with --as: whether the MLP goes through all tokens at once (tiled where the program can)"},
+    {"keep-all", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(as.all), 0, 1, NULL, 0,
+     "with --as: no layer is computed twice, and all of its forward stays on the GPU"},
+    {"fp8", NULL, IN_PLAN, in_planning, FLAG_SWITCH, AT(as.fp8), 0, 1, NULL, 0, "with --as: products of the layers are in fp8"},
     {"documents", "FILE|lognormal:MEDIAN,SIGMA,MOST", IN_PLAN, in_planning, FLAG_TEXT, AT(lengths), 0, 0, NULL, 0,
      "sequences are packed with documents: lengths from a file, or drawn, as in lognormal:2k,1.5,128k; attention counts what "
      "they see, and how evenly the ranks of a ring share it is shown"},

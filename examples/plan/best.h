@@ -16,7 +16,7 @@ static int best_one(search_state *f, const setting *s)
     search_pair *two = (search_pair *)estimate_memory(1, sizeof *two);
     estimate *e = (estimate *)estimate_memory(1, sizeof *e);
     int refused, gpu_ends = 0;
-    if (s->tokens <= BEST_SHORT) {
+    if (s->tokens <= BEST_SHORT || s->as.program > 0) {
         planner_estimate(f->p, s, e);
         refused = e->why[0] != '\0';
     } else {
@@ -29,13 +29,7 @@ static int best_one(search_state *f, const setting *s)
         gpu_ends = estimate_verdict(e, f->p->m).gpu_over > 0;
         search_prune(f, s, e);
     } else {
-        candidate *c = &f->all[f->n];
-        c->place = f->n++;
-        c->s = *s;
-        c->gpu = e->gpu;
-        c->host = e->host;
-        c->link = estimate_link(e);
-        c->seconds = e->seconds;
+        search_keep(f, s, e);
     }
     free(two);
     free(e);
@@ -91,18 +85,47 @@ static void best_table(const search_state *f, const candidate *won)
     printf("\n* needs less of the GPU than all that are faster\n\n");
 }
 
+/* The fastest setting from a start, in f.all; NULL if none fits. */
+static const candidate *best_search(search_state *f, estimate *e)
+{
+    search_all(f, 1, best_one);
+    best_pareto(f);
+    return best_winner(f, e);
+}
+
+/* Beside another program's: the fastest that this library would take. */
+static void best_here(const job *j, const planner *p, estimate *e)
+{
+    setting s = j->s;
+    search_state f;
+    const candidate *won;
+    char flags[256], a[32];
+    memset(&s.as, 0, sizeof s.as);
+    s.attention = KERNEL_MACHINE;
+    s.offload_optimizer = s.offload_weights = 0;
+    s.zero = 3;
+    f = search_begin(j, p, &s);
+    won = best_search(&f, e);
+    if (won == NULL)
+        printf("\nthis library has no setting that fits\n");
+    else
+        printf(
+            "\nthis library would take %s: %s of a GPU, to the byte, and %.2f s a step, if its attention kernel, which has "
+            "not been measured on a GPU, has the machine's rates\n",
+            search_flags(flags, won), report_bytes(a, won->gpu), won->seconds);
+    free(f.all);
+}
+
 /* best -- the exit status */
 static int best(const job *j, const planner *p, files *all)
 {
-    search_state f = {j, p, (candidate *)estimate_memory(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, j->s, 0};
+    search_state f = search_begin(j, p, &j->s);
     estimate *e = (estimate *)estimate_memory(1, sizeof *e);
-    const candidate *won;
+    const candidate *won = best_search(&f, e);
     int status;
-    search_all(&f, 1, best_one);
-    best_pareto(&f);
-    won = best_winner(&f, e);
     best_table(&f, won);
     status = search_end(&f, won, e, all, 0);
+    if (j->s.as.program > 0) best_here(j, p, e);
     free(f.all);
     free(e);
     return status;

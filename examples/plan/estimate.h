@@ -1,6 +1,6 @@
 /* estimate.h -- what a plan comes to: bytes of the largest rank and the fullest node, and an estimate of the time
  *
- * Filled by exact.h, from the trainer's own code, and by titan.h, from the paper's setting. Bytes and FLOPs
+ * Filled by exact.h, from the trainer's own code, and by as.h, of other programs. Bytes and FLOPs
  * are counted; seconds are an estimate, as good as the rates of the machine file.
  */
 #ifndef PLAN_ESTIMATE_H
@@ -43,15 +43,17 @@ typedef struct estimate_work {
     double moved, waited;      /* between device and host: beside kernels, and while they wait */
     double segments;           /* the same of FPDT's chunks as PyTorch moves them */
     double updated,
-        returned;  /* of the host's memory in the CPU's update; between it and the device meanwhile */
-    double merged; /* read and written to merge a ring's partial results */
-    double stages; /* passes through a stage beyond the first of a layer */
+        returned;   /* of the host's memory in the CPU's update; between it and the device meanwhile */
+    double merged;  /* read and written to merge a ring's partial results */
+    double stages;  /* passes through a stage beyond the first of a layer */
+    double started; /* seconds of starting the layers' kernels */
 } estimate_work;
 
 typedef struct estimate {
     char why[ESTIMATE_WHY]; /* not empty: this is no setting, and nothing else is filled in */
     double gpu, host;       /* bytes of it and of the fullest node */
     double live;            /* of gpu, without alignment and holes */
+    double spared;          /* of the machine's reserve, that gpu has */
     estimate_part phase[ESTIMATE_PARTS], part[ESTIMATE_PARTS];
     int phases, parts;
     estimate_work work;
@@ -88,7 +90,7 @@ static inline double estimate_link(const estimate *e)
 }
 
 /* How long the work takes on this machine, of `team` ranks that trade heads, of `ranks`. */
-static inline void estimate_time(estimate *e, const machine *m, int ranks, int team, int64_t layers)
+static inline void estimate_time(estimate *e, const machine *m, int ranks, int team)
 {
     const estimate_work *w = &e->work;
     const double *rate = m->rate;
@@ -110,7 +112,7 @@ static inline void estimate_time(estimate *e, const machine *m, int ranks, int t
     e->share[SHARE_HOST] = fmax(0, w->moved / rate[MACHINE_HOST] - compute) + w->waited / rate[MACHINE_HOST] +
                            w->segments / rate[MACHINE_SEGMENTS];
     e->share[SHARE_UPDATE] = fmax(w->updated * near / rate[MACHINE_UPDATE], w->returned / rate[MACHINE_HOST]);
-    e->share[SHARE_OTHER] = (double)layers * rate[MACHINE_LAYER] + w->stages * rate[MACHINE_STAGE];
+    e->share[SHARE_OTHER] = w->started + w->stages * rate[MACHINE_STAGE];
     for (k = 0, e->seconds = 0; k < SHARES; ++k) e->seconds += e->share[k];
 }
 
@@ -132,7 +134,7 @@ static inline double estimate_full(double bytes, double limit)
 static inline verdict estimate_verdict(const estimate *e, const machine *m)
 {
     verdict v;
-    v.gpu_limit = (double)(m->gpu - m->reserve);
+    v.gpu_limit = (double)(m->gpu - m->reserve) + e->spared;
     v.host_limit = (double)m->host;
     v.gpu_over = m->gpu > 0 ? e->gpu - v.gpu_limit : -1;
     v.host_over = e->host - v.host_limit;

@@ -8,6 +8,7 @@
 #define PLAN_EXACT_H
 
 #include "../train/state/memory.h"
+#include "attention.h"
 #include "packed.h"
 
 /* Bytes by the plan of the largest rank. */
@@ -153,8 +154,10 @@ static void exact_estimate(estimate *e, const setting *s, const upipe_ops *ops, 
     if (status == UPIPE_OK) {
         exact_bytes(e, &plans[largest]);
         exact_work(e, &plans[slowest], &all[slowest], s);
+        attention_slow(&e->work, s, m);
         if (s->borders != NULL) exact_packed(e, &all[slowest]);
-        estimate_time(e, m, ranks, all[0].plan.desc.ranks, s->layout->config.layers * s->accumulate);
+        e->work.started = (double)(s->layout->config.layers * s->accumulate) * m->rate[MACHINE_LAYER];
+        estimate_time(e, m, ranks, all[0].plan.desc.ranks);
     }
     free(plans);
     free(all);

@@ -65,29 +65,6 @@ static inline void latent_names(char *out, size_t n)
         used += (size_t)snprintf(out + used, n - used, "%s%s", i > 0 ? ", " : "", latent_models[i].name);
 }
 
-/* latent_options -- 0, or as a flag's reader: a flag that changes nothing of one layer's attention is refused */
-static inline int latent_options(const latent_model *m, const options *o)
-{
-    static const size_t heeded[] = {
-        offsetof(options, model),     offsetof(options, machine),     offsetof(options, how.ranks),
-        offsetof(options, how.chunk), offsetof(options, how.overlap), offsetof(options, tokens),
-        offsetof(options, batch),     offsetof(options, dtype),       offsetof(options, device),
-        offsetof(options, json),      offsetof(options, calibrate),   offsetof(options, write_machine)};
-    const size_t n = sizeof heeded / sizeof *heeded;
-    size_t k;
-    int i;
-    for (i = 0; i < FLAG_ROWS; ++i) {
-        for (k = 0; k < n && heeded[k] != flag_rows[i].at; ++k) {
-        }
-        if (o->given[i] && k == n)
-            return cli_refuse(
-                "--%s would have no effect with --model %s: of a model with latent attention the attention of one layer "
-                "is planned, by Ulysses and by UPipe",
-                flag_rows[i].name, m->name);
-    }
-    return o->tokens > 0 ? 0 : cli_refuse("--tokens is missing");
-}
-
 static inline upipe_plan_desc latent_desc(const latent_row *row, const latent_model *m, const options *o)
 {
     method_choice how = o->how;

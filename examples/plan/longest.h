@@ -47,14 +47,9 @@ static int longest_one(search_state *f, const setting *s)
         search_at(e, two, f->p, step);
         search_prune(f, &shortest, e);
     } else {
-        candidate *c = &f->all[f->n];
-        c->place = f->n++;
-        c->s = *s;
-        c->s.tokens = tokens;
-        c->gpu = e->gpu;
-        c->host = e->host;
-        c->link = estimate_link(e);
-        c->seconds = e->seconds;
+        setting most = *s;
+        most.tokens = tokens;
+        search_keep(f, &most, e);
     }
     if (!refused) {
         search_at(e, two, f->p, tokens + step);
@@ -82,14 +77,11 @@ static void longest_confirm(search_state *f, estimate *e)
     qsort(f->all, (size_t)f->n, sizeof *f->all, longest_order);
     for (i = 0; i < f->n; ++i) {
         candidate *c = &f->all[i];
-        const int kind = (int)c->s.how.method;
+        const int kind = c->s.as.program > 0 ? c->s.as.method : (int)c->s.how.method;
         if (c->s.tokens <= most[kind]) continue;
         c->s.tokens = planner_longest(f->p, &c->s, c->s.tokens, e);
         c->confirmed = c->s.tokens > 0;
-        c->gpu = e->gpu;
-        c->host = e->host;
-        c->link = estimate_link(e);
-        c->seconds = e->seconds;
+        search_take(c, e);
         if (c->s.tokens <= most[kind]) continue;
         most[kind] = c->s.tokens;
         longest[kind] = c;
@@ -120,7 +112,7 @@ static void longest_table(const search_state *f)
 /* longest_best -- the exit status */
 static int longest_best(const job *j, const planner *p, files *all)
 {
-    search_state f = {j, p, (candidate *)estimate_memory(SEARCH_MAX, sizeof(candidate)), 0, 0, 0, 0, j->s, 0};
+    search_state f = search_begin(j, p, &j->s);
     estimate *e = (estimate *)estimate_memory(1, sizeof *e);
     const candidate *won = NULL;
     int status, i;

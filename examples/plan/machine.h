@@ -12,6 +12,7 @@
 
 #include "../common/cli.h"
 #include "../common/json.h"
+#include "../common/options.h"
 #include "../train/files/config_file.h"
 #include "upipe/net/upipe_net_threads.h"
 
@@ -66,6 +67,7 @@ enum { MACHINE_ORIGIN = 128 };
 
 typedef struct machine {
     char name[64];
+    const char *card; /* of attention's published rates */
     int ranks, ranks_node;
     int64_t gpu, reserve; /* bytes of a rank's device, 0: it shares the host's; of these not for tensors */
     int64_t host;         /* bytes of a node */
@@ -106,54 +108,69 @@ static const struct {
 
 /* A card's memory is its data sheet's. Without NVLink ranks trade over PCIe. */
 static const struct {
-    const char *name;
-    int ranks, ranks_node;
+    const char *name, *card; /* card: whose attention rates it has */
+    int ranks_node;
     int64_t gpu, host;
     double speed, link, pcie, memory; /* against an H100: 989 TFLOP/s, 450 and 64 GB/s one way, 3,350 GB/s */
     const char *why;
-} machine_presets[] = {
-    {"h100x8", 8, 8, 80, 1945, 1, 1, 1, 1, NULL}, /* 1.9 TiB a node, the paper's section 5.1 */
-    {"h100x16", 16, 8, 80, 1945, 1, 1, 1, 1, NULL},
-    {"h100x32", 32, 8, 80, 1945, 1, 1, 1, 1, NULL},
-    {"h200x8", 8, 8, 131, 1945, 1, 1, 1, 1, "as h100x8: the same processor"},
-    {"a100x8", 8, 8, 80, 1024, 312.0 / 989, 0.5, 0.5, 0.5,
+} machine_cards[] = {
+    {"h100", "h100", 8, 80, 1945, 1, 1, 1, 1, NULL},     /* 1.9 TiB a node, the paper's section 5.1 */
+    {"h100-96g", "h100", 8, 95, 1945, 1, 1, 1, 1, NULL}, /* the first ones, with HBM2e */
+    {"h200", "h100", 8, 140, 1945, 1, 1, 1, 1, "as h100x8: the same processor"},
+    {"a100", "a100", 8, 80, 1024, 312.0 / 989, 0.5, 0.5, 0.5,
      "h100x8's, by the ratio of the data sheets' bf16 rates or links"},
-    {"b200x8", 8, 8, 178, 1945, 2250.0 / 989, 2, 1, 8000.0 / 3350, MACHINE_SHEET}, /* 192 GB */
-    {"rtxpro6000x8", 8, 8, 96, 1024, 503.8 / 989, 64.0 / 450, 1, 1597.0 / 3350, MACHINE_SHEET},
-    {"l40sx8", 8, 8, 48, 1024, 362.05 / 989, 32.0 / 450, 0.5, 864.0 / 3350, MACHINE_SHEET},
-    {"5090x8", 8, 8, 32, 1024, 209.5 / 989, 64.0 / 450, 1, 1792.0 / 3350, MACHINE_SHEET},
-    {"4090x4", 4, 4, 24, 512, 165.2 / 989, 32.0 / 450, 0.5, 1008.0 / 3350, MACHINE_SHEET},
-    {"cpu", 8, 8, 0, 0, 60e9 / 664e12, 0.1, 0.1, 0.1, "assumed; --calibrate measures"}};
+    {"b200", "b200", 8, 178, 1945, 2250.0 / 989, 2, 1, 8000.0 / 3350, MACHINE_SHEET}, /* 192 GB */
+    {"rtxpro6000", "5090", 8, 96, 1024, 503.8 / 989, 64.0 / 450, 1, 1597.0 / 3350, MACHINE_SHEET},
+    {"l40s", "4090", 8, 48, 1024, 362.05 / 989, 32.0 / 450, 0.5, 864.0 / 3350, MACHINE_SHEET},
+    {"5090", "5090", 8, 32, 1024, 209.5 / 989, 64.0 / 450, 1, 1792.0 / 3350, MACHINE_SHEET},
+    {"4090", "4090", 8, 24, 512, 165.2 / 989, 32.0 / 450, 0.5, 1008.0 / 3350, MACHINE_SHEET},
+    {"cpu", "cpu", 8, 0, 0, 60e9 / 664e12, 0.1, 0.1, 0.1, "assumed; --calibrate measures"}};
 
-enum { MACHINE_PRESETS = sizeof machine_presets / sizeof *machine_presets };
+enum { MACHINE_CARDS = sizeof machine_cards / sizeof *machine_cards };
+
+/* The card of a name like h100x16, and its number; a CPU has none. -1: there is no such machine. */
+static inline int machine_card(const char *name, int *ranks)
+{
+    const char *x = strrchr(name, 'x');
+    const size_t used = x != NULL ? (size_t)(x - name) : strlen(name);
+    int64_t n = 0;
+    int i = 0;
+    while (i < MACHINE_CARDS &&
+           (strlen(machine_cards[i].name) != used || strncmp(machine_cards[i].name, name, used) != 0))
+        ++i;
+    if (i == MACHINE_CARDS || (x == NULL) != (machine_cards[i].gpu == 0)) return -1;
+    if (x != NULL && (number_whole(x + 1, &n) != 0 || n < 1 || n > FLAG_RANKS_MAX)) return -1;
+    *ranks = x != NULL ? (int)n : machine_cards[i].ranks_node;
+    return i;
+}
 
 /* 0; -1: there is none of this name; or as a flag's reader, where what it is cannot be found out. */
 static inline int machine_preset(machine *m, const char *name)
 {
     double host;
-    int i = 0, k;
-    while (i < MACHINE_PRESETS && strcmp(name, machine_presets[i].name) != 0) ++i;
-    if (i == MACHINE_PRESETS) return -1;
-    host = (double)(machine_presets[i].host * MACHINE_GIB);
-    if (machine_presets[i].gpu == 0 && cli_memory(&host) != 0) return 1 + EXIT_RUN;
+    int ranks, k, i = machine_card(name, &ranks);
+    if (i < 0) return -1;
+    host = (double)(machine_cards[i].host * MACHINE_GIB);
+    if (machine_cards[i].gpu == 0 && cli_memory(&host) != 0) return 1 + EXIT_RUN;
     memset(m, 0, sizeof *m);
     snprintf(m->name, sizeof m->name, "%s", name);
-    m->ranks = machine_presets[i].ranks;
-    m->ranks_node = machine_presets[i].ranks_node;
-    m->gpu = machine_presets[i].gpu * MACHINE_GIB;
+    m->card = machine_cards[i].card;
+    m->ranks = ranks;
+    m->ranks_node = ranks < machine_cards[i].ranks_node ? ranks : machine_cards[i].ranks_node;
+    m->gpu = machine_cards[i].gpu * MACHINE_GIB;
     m->reserve = m->gpu > 0 ? 5 * MACHINE_GIB : 0; /* context, NCCL, fragmentation */
     m->host = (int64_t)host;
     for (k = 0; k < MACHINE_RATES; ++k) {
         const int own = k == MACHINE_UPDATE && m->gpu > 0; /* the host's, whatever the cards are */
         const double factor = own                                          ? 1
-                              : k <= MACHINE_DENSE                         ? machine_presets[i].speed
-                              : k == MACHINE_HOST || k == MACHINE_SEGMENTS ? machine_presets[i].pcie
-                              : k == MACHINE_MERGE || k == MACHINE_UPDATE  ? machine_presets[i].memory
-                              : k < MACHINE_MERGE                          ? machine_presets[i].link
+                              : k <= MACHINE_DENSE                         ? machine_cards[i].speed
+                              : k == MACHINE_HOST || k == MACHINE_SEGMENTS ? machine_cards[i].pcie
+                              : k == MACHINE_MERGE || k == MACHINE_UPDATE  ? machine_cards[i].memory
+                              : k < MACHINE_MERGE                          ? machine_cards[i].link
                                                                            : 1;
         m->rate[k] = machine_h100[k].value * factor;
         snprintf(m->origin[k], MACHINE_ORIGIN, "%s",
-                 machine_presets[i].why != NULL && !own ? machine_presets[i].why : machine_h100[k].origin);
+                 machine_cards[i].why != NULL && !own ? machine_cards[i].why : machine_h100[k].origin);
     }
     return 0;
 }
@@ -291,8 +308,8 @@ static inline int machine_find(machine *m, const char *name)
     if ((status = machine_preset(m, name)) >= 0) return status;
     if (access(name, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
         return cli_refuse(
-            "--machine %s is neither a file nor one of h100x8, h100x16, h100x32, h200x8, a100x8, b200x8, "
-            "rtxpro6000x8, l40sx8, 5090x8, 4090x4, cpu",
+            "--machine %s is neither a file nor cpu, nor GPUs as h100x16, of h100, h200, a100, b200, rtxpro6000, l40s, 5090 and "
+            "4090, at most 256",
             name);
     if ((status = machine_json(&root, name)) != 0) return status;
     status = machine_read(m, name, root);

@@ -4,10 +4,9 @@
 
 #include "../common/flags.h"
 #include "../common/options.h"
-#include "estimate.h"
+#include "as.h"
 #include "packed.h"
 #include "preset.h"
-#include "titan.h"
 
 static const char usage_text[] =
     "usage: upipe-plan --model NAME --tokens N [flags]\n"
@@ -36,33 +35,7 @@ typedef struct job {
     char note[PRESET_NOTE];     /* why the trainer refuses the model; empty if it does not */
     machine machine;
     setting s;
-    int titan; /* TITANS is none */
 } job;
-
-/* The paper's method, and what would have no effect on it. */
-static int options_titan(job *j)
-{
-    options *o = &j->o;
-    const method_choice *how = &o->how;
-    const char *const name = o->method_name;
-    j->titan = titan_find(name);
-    if (j->titan == TITANS)
-        return cli_refuse("--method: as torchtitan it is native, ring, ulysses, fpdt or upipe, not '%s'",
-                          name);
-    if (how->overlap || how->inner > 0 || how->segments > 0 || o->tile_bytes > 0)
-        return cli_refuse(
-            "--overlap, --inner, --segments and --tile-bytes would have no effect as torchtitan");
-    if (how->chunk > 0 && j->titan != TITAN_UPIPE)
-        return cli_refuse("--chunk would have no effect with --method %s", name);
-    if (how->ring > 0 && j->titan != TITAN_UPIPE && j->titan != TITAN_ULYSSES)
-        return cli_refuse("--ring would have no effect with --method %s", name);
-    if (j->machine.gpu == 0) return cli_refuse("as torchtitan ranks have GPUs: %s has none", j->machine.name);
-    if (j->titan != TITAN_NATIVE) return 0;
-    if (options_given(o, &o->activations) && o->activations.kind != ACTIVATIONS_AC)
-        return cli_refuse("--method native keeps the inputs on the GPU: --activations ac");
-    o->activations.kind = ACTIVATIONS_AC;
-    return 0;
-}
 
 /* The number of ranks. */
 static int options_ranks(job *j)
@@ -73,78 +46,154 @@ static int options_ranks(job *j)
     return cli_refuse("--ranks %d: %s has %d", *ranks, j->machine.name, j->machine.ranks);
 }
 
+/* Refuses the first flag that has no effect there: one that is not among those at `known`, a list of members' offsets. */
+static int options_only(const options *o, const size_t *known, size_t n, const char *there)
+{
+    size_t k;
+    int i;
+    for (i = 0; i < FLAG_ROWS; ++i) {
+        for (k = 0; k < n && flag_rows[i].at != known[k]; ++k) {
+        }
+        if (o->given[i] && k == n)
+            return cli_refuse("--%s would have no effect %s", flag_rows[i].name, there);
+    }
+    return 0;
+}
+
+#define OPTIONS_ONLY(o, known, there) options_only(o, known, sizeof known / sizeof *known, there)
+#define AT(member)                    offsetof(options, member)
+
+/* Of a model with latent attention the attention of one layer is planned. */
+static int options_latent(job *j)
+{
+    static const size_t known[] = {AT(model),       AT(machine), AT(how.ranks), AT(how.chunk),
+                                   AT(how.overlap), AT(tokens),  AT(batch),     AT(dtype),
+                                   AT(device),      AT(json),    AT(calibrate), AT(write_machine)};
+    char there[192];
+    int status;
+    snprintf(
+        there, sizeof there,
+        "with --model %s: of a model with latent attention the attention of one layer is planned, by Ulysses and by UPipe",
+        j->latent->name);
+    if ((status = OPTIONS_ONLY(&j->o, known, there)) != 0) return status;
+    return j->o.tokens > 0 ? options_ranks(j) : cli_refuse("--tokens is missing");
+}
+
+/* Another program's method, of those that it has. */
+static int options_as_method(options *o, const program *p)
+{
+    char names[128];
+    int i, used = 0;
+    for (i = 0; i < AS_METHODS && p->methods[i].name != NULL; ++i) {
+        if (o->method_name == NULL || strcmp(p->methods[i].name, o->method_name) == 0) {
+            o->as.method = i;
+            return 0;
+        }
+        used += snprintf(names + used, sizeof names - (size_t)used, "%s%s", i > 0 ? ", " : "",
+                         p->methods[i].name);
+    }
+    return cli_refuse("--method: --as %s has %s, not '%s'", p->name, names, o->method_name);
+}
+
+/* Another program's flags, and its defaults. */
+static int options_as(job *j)
+{
+    static const size_t known[] = {AT(as.program),
+                                   AT(as.loss),
+                                   AT(as.mlp),
+                                   AT(as.all),
+                                   AT(as.fp8),
+                                   AT(attention),
+                                   AT(model),
+                                   AT(machine),
+                                   AT(method_name),
+                                   AT(how.ranks),
+                                   AT(how.chunk),
+                                   AT(how.ring),
+                                   AT(zero),
+                                   AT(replicas),
+                                   AT(accumulate),
+                                   AT(tokens),
+                                   AT(batch),
+                                   AT(activations),
+                                   AT(offload_optimizer),
+                                   AT(offload_weights),
+                                   AT(max_tokens),
+                                   AT(best),
+                                   AT(json),
+                                   AT(calibrate),
+                                   AT(write_machine),
+                                   AT(ignore_key),
+                                   AT(progress)};
+    options *o = &j->o;
+    const program *p = as_program(o->as.program);
+    char there[64];
+    int status;
+    snprintf(there, sizeof there, "with --as %s", p->name);
+    if ((status = OPTIONS_ONLY(o, known, there)) != 0 || (status = options_as_method(o, p)) != 0)
+        return status;
+    if (j->machine.gpu == 0) return cli_refuse("--as %s wants GPUs: %s has none", p->name, j->machine.name);
+    if (j->config.kv_rank > 0)
+        return cli_refuse("--as %s: K and V of --model %s come from a latent", p->name, o->model);
+    if (!options_given(o, &o->as.loss)) o->as.loss = p->loss >> AS_TILED & 1;
+    if (!options_given(o, &o->as.mlp)) o->as.mlp = p->mlp >> AS_TILED & 1;
+    if (!options_given(o, &o->attention)) o->attention = p->methods[o->as.method].attention;
+    if (!options_given(o, &o->zero)) o->zero = p->zeros >> 1 & 1 ? 1 : 3;
+    if (!options_given(o, &o->activations) &&
+        (o->as.all || p->methods[o->as.method].stays || !(p->keeps >> ACTIVATIONS_OFFLOAD & 1)))
+        o->activations.kind = ACTIVATIONS_AC;
+    return method_replicas(&o->how, o->replicas);
+}
+
 /* The method by its name here or there, its defaults, and the number of ranks. */
 static int options_method(job *j)
 {
     options *o = &j->o;
     method_choice *how = &o->how;
+    const int tiles = options_given(o, &o->as.loss) || options_given(o, &o->as.mlp);
     int status = options_ranks(j);
     if (status != 0) return status;
-    if (o->as_titan) return options_titan(j);
-    if (o->best) {
-        if (options_given(o, &o->method_name) || how->chunk > 0 || how->segments > 0 || how->ring > 0 ||
-            how->inner > 0 || how->overlap || options_given(o, &o->activations))
-            return cli_refuse(
-                "--best tries all methods, chunks, segments, rings, activations and overlaps: none of "
-                "these can be given");
-        return method_replicas(how, o->replicas);
-    }
-    status = flag_method(o->method_name, &how->method);
+    if (o->best &&
+        (o->method_name != NULL || how->chunk > 0 || how->segments > 0 || how->ring > 0 || how->inner > 0 ||
+         how->overlap || options_given(o, &o->activations) || tiles || o->as.all))
+        return cli_refuse(
+            "--best tries all methods, chunks, segments, rings, activations, overlaps and tiles: none of "
+            "these can be given");
+    if (o->as.program > 0) return options_as(j);
+    if (tiles || o->as.all || o->as.fp8)
+        return cli_refuse(
+            "--loss, --mlp, --keep-all and --fp8 want --as: this library's loss and MLP are in tiles");
+    if (o->best) return method_replicas(how, o->replicas);
+    status = flag_method(o->method_name != NULL ? o->method_name : "upipe", &how->method);
     return status != 0 ? status : method_resolve(how, o->replicas);
-}
-
-/* Without a model a machine is written, and nothing is planned. */
-static int options_only_machine(const options *o)
-{
-    int i;
-    for (i = 0; i < FLAG_ROWS; ++i)
-        if (o->given[i] && flag_rows[i].at != offsetof(options, machine) &&
-            flag_rows[i].at != offsetof(options, calibrate) &&
-            flag_rows[i].at != offsetof(options, write_machine))
-            return cli_refuse("--%s would have no effect without --model", flag_rows[i].name);
-    return 0;
 }
 
 static int options_resolve(job *j)
 {
+    static const size_t only_machine[] = {AT(machine), AT(calibrate), AT(write_machine)};
     options *o = &j->o;
-    const int only_machine = o->write_machine != NULL && o->model == NULL;
-    int status = machine_find(&j->machine, o->machine);
-    o->as_titan = options_given(o, &o->as_titan) > 0;
+    int status;
+    status = machine_find(&j->machine, o->machine);
     if (status != 0) return status;
-    if (only_machine) return options_only_machine(o);
+    if (o->write_machine != NULL && o->model == NULL) return OPTIONS_ONLY(o, only_machine, "without --model");
     if (o->calibrate.n > 0 && o->write_machine == NULL)
         return cli_refuse("--calibrate wants --write-machine FILE, for --machine FILE later");
     if (o->model == NULL) return cli_refuse("--model is missing: a name, or a folder with a config.json");
     if (!options_given(o, &o->device)) o->device = j->machine.gpu > 0 ? DEVICE_CUDA : DEVICE_CPU;
-    if ((j->latent = latent_find(o->model)) != NULL)
-        return (status = latent_options(j->latent, o)) != 0 ? status : options_ranks(j);
+    if ((j->latent = latent_find(o->model)) != NULL) return options_latent(j);
     if (o->tokens == 0 && !o->max_tokens) return cli_refuse("--tokens is missing, or --max-tokens");
     if (o->tokens > 0 && o->max_tokens)
         return cli_refuse("--tokens and --max-tokens contradict each other: the latter looks for them");
-    if (o->lengths != NULL && (o->max_tokens || o->as_titan))
-        return cli_refuse("--documents would have no effect with --max-tokens, and as torchtitan");
-    if (o->accumulate > 1 && (o->lengths != NULL || o->as_titan))
+    if (o->lengths != NULL && (o->max_tokens || o->accumulate > 1 || o->replicas > 1))
         return cli_refuse(
-            "--accumulate would have no effect with --documents, which are one micro-batch's, and as torchtitan");
-    if (o->replicas > 1 && (o->lengths != NULL || o->as_titan))
-        return cli_refuse(
-            "--replicas would have no effect with --documents, which are one replica's, and as torchtitan");
-    if (o->best && o->as_titan) return cli_refuse("--best and --as contradict each other");
-    if (o->as_titan &&
-        (o->dtype != UPIPE_BF16 || options_given(o, &o->device) || options_given(o, &o->zero) ||
-         o->zero_prefetch || options_given(o, &o->reduce_dtype) || o->offload_weights ||
-         o->offload_optimizer || o->train != NULL || o->lora != NULL))
-        return cli_refuse(
-            "--dtype, --device, --zero, --zero-prefetch, --reduce-dtype, --offload-optimizer, --offload-weights, --train and --lora would have no effect as torchtitan");
-    if (o->offload_weights && (o->zero < 3 || !o->offload_optimizer))
+            "--max-tokens, --accumulate and --replicas would have no effect with --documents, which are one "
+            "micro-batch's of one replica");
+    if (o->offload_weights && ((o->as.program == 0 && o->zero < 3) || !o->offload_optimizer))
         return cli_refuse("--offload-weights wants --zero 3 and --offload-optimizer");
     if (o->zero_prefetch && o->zero < 3)
         return cli_refuse("--zero-prefetch would have no effect with --zero %d: no weights are gathered",
                           o->zero);
     if ((status = preset_find(&j->config, j->note, o->model, &o->ignore_key)) != 0) return status;
-    if (o->as_titan && j->config.kv_rank > 0)
-        return cli_refuse("--as torchtitan: K and V of --model %s come from a latent", o->model);
     if (o->activations.k > j->config.layers)
         return cli_refuse("--activations: the model has %lld layers", (long long)j->config.layers);
     status = options_method(j);
@@ -152,6 +201,8 @@ static int options_resolve(job *j)
     j->s = setting_of(o, NULL);
     return status;
 }
+
+#undef AT
 
 static int options_read(job *j, int argc, char **argv)
 {

@@ -3,8 +3,8 @@
  *     upipe-plan --model llama3-8b --machine h100x8 --tokens 5M
  *
  * Where to read: exact.h (bytes of this library's trainer, by a dry run), estimate.h (time, and the verdict), machine.h
- * (rates, with their origins), planner.h (advice, longest sequence), search.h (all settings), best.h, longest.h,
- * calibrate.h (rates of this machine); titan.h (what the paper's setting holds); latent.h (one layer's attention of models
+ * (rates, with their origins), attention.h (kernels), planner.h (advice, longest sequence), search.h (all settings), best.h, longest.h,
+ * calibrate.h (rates of this machine); as.h (what other programs hold); latent.h (one layer's attention of models
  * with latent attention).
  */
 #define PROGRAM "upipe-plan"
@@ -59,7 +59,7 @@ static int plan_one(const job *j, const planner *p, files *all)
         balance = planner_balance(&s);
         report_documents(&s, &balance);
     }
-    if (p->titan == TITANS && j->config.kv_rank == 0 && /* the paper has no latents */
+    if (s.as.program == 0 && j->config.kv_rank == 0 && /* the paper has no latents */
         (s.how.method == METHOD_ULYSSES || s.how.method == METHOD_UPIPE))
         report_block(p, &s);
     report_advice(help, n);
@@ -131,7 +131,6 @@ static int plan(job *j, files *all)
     p.ops = &ops;
     p.watch = &watch;
     j->s.layout = &layout;
-    p.titan = j->o.as_titan ? j->titan : TITANS;
     if (j->o.best)
         status = j->o.max_tokens ? longest_best(j, &p, all) : best(j, &p, all);
     else

@@ -1,6 +1,6 @@
-/* planner.h -- an estimate for a setting, as this library's or as the paper's; what would help; the longest sequence
+/* planner.h -- an estimate for a setting, as this library's or as another program's; what would help; the longest sequence
  *
- *     planner p = {&machine, &ops, TITANS, &watch};
+ *     planner p = {&machine, &ops, &watch};
  *     planner_estimate(&p, &s, &e);
  *     n = planner_advice(&p, &s, &e, advice);
  *     tokens = planner_longest(&p, &s, guess, &e);
@@ -8,8 +8,8 @@
 #ifndef PLAN_PLANNER_H
 #define PLAN_PLANNER_H
 
+#include "as.h"
 #include "exact.h"
-#include "titan.h"
 
 /* planner_watch -- a plan that takes long says so on stderr
  *   settings   estimated so far, since `begun`
@@ -22,7 +22,6 @@ typedef struct planner_watch {
 typedef struct planner {
     const machine *m;
     const upipe_ops *ops;
-    int titan; /* the paper's method; TITANS: this library's */
     planner_watch *watch;
 } planner;
 
@@ -37,8 +36,8 @@ static void planner_progress(planner_watch *w)
 
 static void planner_estimate(const planner *p, const setting *s, estimate *e)
 {
-    if (p->titan < TITANS)
-        titan_estimate(e, s, p->titan, p->m);
+    if (s->as.program > 0)
+        as_estimate(e, s, p->m);
     else
         exact_estimate(e, s, p->ops, p->m);
     planner_progress(p->watch);
@@ -73,21 +72,21 @@ typedef struct advisor {
 } advisor;
 
 /* Notes what another setting would save, if it saves something of what there is too little of. */
-static void advisor_try(advisor *a, const char *flags, const planner *p, const setting *s)
+static void advisor_try(advisor *a, const char *flags, const setting *s)
 {
     estimate *e;
     const verdict v = estimate_verdict(a->now, a->p->m);
     advice_item *one = &a->out[a->n];
     if (a->n == ADVICE_MAX) return;
     e = (estimate *)estimate_memory(1, sizeof *e);
-    planner_estimate(p, s, e);
+    planner_estimate(a->p, s, e);
     if (e->why[0] == '\0') {
         snprintf(one->flags, ADVICE_TEXT, "%s", flags);
         one->gpu = a->now->gpu - e->gpu;
         one->host = a->now->host - e->host;
         one->seconds = e->seconds - a->now->seconds;
         one->link = estimate_link(e) - estimate_link(a->now);
-        one->fits = estimate_verdict(e, p->m).fits;
+        one->fits = estimate_verdict(e, a->p->m).fits;
         one->place = a->n;
         /* where it does not fit, less of what is missing; where it does, less of what is the fullest */
         if (v.fits ? (strcmp(v.binding, "gpu") == 0 ? one->gpu : one->host) > 0
@@ -101,31 +100,39 @@ static void advisor_activations(advisor *a)
 {
     static const char *const kinds[] = {"offload", "offload,grad", "blocks:2", "blocks:4", "blocks:4,grad"};
     size_t i;
-    for (i = 0; i < (a->p->titan < TITANS ? 1 : sizeof kinds / sizeof *kinds); ++i) {
+    for (i = 0; i < sizeof kinds / sizeof *kinds; ++i) {
         setting s = *a->s;
         char flags[ADVICE_TEXT], now[ACTIVATIONS_TEXT];
         if (activations_parse(kinds[i], &s.activations) != 0 || s.activations.k > s.layout->config.layers ||
             strcmp(kinds[i], activations_text(now, &a->s->activations)) == 0)
             continue;
         snprintf(flags, sizeof flags, "--activations %s", kinds[i]);
-        advisor_try(a, flags, a->p, &s);
+        advisor_try(a, flags, &s);
     }
 }
 
-static void advisor_titan(advisor *a)
+/* What another program has that this setting does not use. */
+static void advisor_as(advisor *a)
 {
-    static const int methods[] = {TITAN_UPIPE, TITAN_FPDT};
-    size_t i;
-    for (i = 0; i < 2; ++i) {
-        planner p = *a->p;
-        setting s = *a->s;
-        char flags[ADVICE_TEXT];
-        p.titan = methods[i];
-        if (p.titan == a->p->titan) continue;
-        s.how.chunk = 0;
-        snprintf(flags, sizeof flags, "--method %s", titan_names[p.titan]);
-        advisor_try(a, flags, &p, &s);
+    const program *p = as_program(a->s->as.program);
+    setting s = *a->s;
+    char flags[ADVICE_TEXT];
+    int i;
+    s.how.chunk = 0;
+    if (a->s->how.chunk > 0) advisor_try(a, "the smallest --chunk", &s);
+    for (i = 0; i < AS_METHODS && p->methods[i].name != NULL; ++i) {
+        s.as.method = i;
+        s.attention =
+            a->s->attention == as_method_of(a->s)->attention ? p->methods[i].attention : s.attention;
+        snprintf(flags, sizeof flags, "--method %s", p->methods[i].name);
+        if (i != a->s->as.method && !p->methods[i].stays) advisor_try(a, flags, &s);
     }
+    s = *a->s;
+    s.as.loss = AS_TILED;
+    if (a->s->as.loss != AS_TILED) advisor_try(a, "--loss tiled", &s);
+    s = *a->s;
+    s.as.mlp = AS_TILED;
+    if (a->s->as.mlp != AS_TILED) advisor_try(a, "--mlp tiled", &s);
 }
 
 /* Smaller chunks, more segments, other methods. */
@@ -140,13 +147,13 @@ static void advisor_schedule(advisor *a)
     if (kind->stage == METHOD_CHUNK && s.how.chunk > team) {
         s.how.chunk = team;
         snprintf(flags, sizeof flags, "--chunk %d", team);
-        advisor_try(a, flags, a->p, &s);
+        advisor_try(a, flags, &s);
     }
     if (kind->segmented && a->s->how.segments * 2 <= UPIPE_SEGMENTS_MAX) {
         s = *a->s;
         s.how.segments *= 2;
         snprintf(flags, sizeof flags, "--segments %d", s.how.segments);
-        advisor_try(a, flags, a->p, &s);
+        advisor_try(a, flags, &s);
     }
     for (i = 0; i < 2; ++i) {
         s = *a->s;
@@ -157,7 +164,7 @@ static void advisor_schedule(advisor *a)
             method_resolve(&s.how, 1) != 0)
             continue;
         snprintf(flags, sizeof flags, "--method %s", method_kinds[methods[i]].name);
-        advisor_try(a, flags, a->p, &s);
+        advisor_try(a, flags, &s);
     }
 }
 
@@ -166,12 +173,11 @@ static void advisor_states(advisor *a)
 {
     setting s = *a->s;
     s.offload_optimizer = 1;
-    if (!a->s->offload_optimizer) advisor_try(a, "--offload-optimizer", a->p, &s);
+    if (!a->s->offload_optimizer) advisor_try(a, "--offload-optimizer", &s);
     s.offload_weights = 1;
     if (s.zero == 3 && !a->s->offload_weights)
-        advisor_try(a,
-                    a->s->offload_optimizer ? "--offload-weights" : "--offload-optimizer --offload-weights",
-                    a->p, &s);
+        advisor_try(
+            a, a->s->offload_optimizer ? "--offload-weights" : "--offload-optimizer --offload-weights", &s);
 }
 
 static int advice_order(const void *x, const void *y)
@@ -189,21 +195,16 @@ static int planner_advice(const planner *p, const setting *s, const estimate *no
 {
     advisor a = {p, s, now, out, 0};
     setting other = *s;
-    if (p->titan < TITANS) {
-        if (s->how.chunk > 0) {
-            other.how.chunk = 0;
-            advisor_try(&a, "the smallest --chunk", p, &other);
-        }
-        advisor_titan(&a);
-    } else {
+    if (s->as.program > 0)
+        advisor_as(&a);
+    else
         advisor_schedule(&a);
-        advisor_states(&a);
-    }
+    advisor_states(&a);
     advisor_activations(&a);
     if (s->batch > 1) {
         other = *s;
         other.batch = 1;
-        advisor_try(&a, "--batch 1", p, &other);
+        advisor_try(&a, "--batch 1", &other);
     }
     qsort(out, (size_t)a.n, sizeof *out, advice_order);
     return a.n;

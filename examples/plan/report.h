@@ -30,24 +30,30 @@ static const char *report_tokens(char out[32], int64_t tokens)
     return out;
 }
 
-static const char *report_flags(char *out, size_t n, const setting *s, int as)
+/* The flags that make this setting. */
+static const char *report_flags(char *out, size_t n, const setting *s)
 {
     const method_choice *how = &s->how;
+    const program *as = as_program(s->as.program);
     char text[ACTIVATIONS_TEXT];
     size_t used = (size_t)snprintf(out, n, "--method %s",
-                                   as < TITANS ? titan_names[as] : method_kinds[how->method].name);
+                                   as != NULL ? as_method_of(s)->name : method_kinds[how->method].name);
     const struct {
         const char *name;
         int value, shown;
     } all[] = {{"chunk", how->chunk, how->chunk > 0},
                {"ring", how->ring,
-                how->ring > 1 && (as < TITANS || method_kinds[how->method].shape == METHOD_IS_GRID)},
+                how->ring > 1 && (as != NULL || method_kinds[how->method].shape == METHOD_IS_GRID)},
                {"inner", how->inner, how->inner > 0},
                {"segments", how->segments, how->segments > 0}};
     size_t i;
     for (i = 0; i < sizeof all / sizeof *all; ++i)
         if (all[i].shown)
             used += (size_t)snprintf(out + used, n - used, " --%s %d", all[i].name, all[i].value);
+    if (as != NULL)
+        used +=
+            (size_t)snprintf(out + used, n - used, " --loss %s --mlp %s%s", s->as.loss ? "tiled" : "whole",
+                             s->as.mlp ? "tiled" : "whole", s->as.all ? " --keep-all" : "");
     snprintf(out + used, n - used, "%s --activations %s%s%s", how->overlap ? " --overlap" : "",
              activations_text(text, &s->activations), s->offload_optimizer ? " --offload-optimizer" : "",
              s->offload_weights ? " --offload-weights" : "");
@@ -60,6 +66,18 @@ static double report_rate(const setting *s, const estimate *e)
                           : 0;
 }
 
+/* Whose attention sets the time, and where its rates are from. */
+static void report_attention(const planner *p, const setting *s)
+{
+    const char *from;
+    double part[2];
+    int guess;
+    attention_part(part, &from, &guess, s, p->m);
+    printf("attention: %s, forward %.0f and backward %.0f TFLOP/s (%s%s)\n", kernel_names[s->attention],
+           part[0] * p->m->rate[MACHINE_ATTN_FWD] / 1e12, part[1] * p->m->rate[MACHINE_ATTN_BWD] / 1e12, from,
+           guess ? "; of another card: a guess" : "");
+}
+
 static void report_head(const job *j, const planner *p, const setting *s)
 {
     char flags[256], tokens[32];
@@ -70,9 +88,10 @@ static void report_head(const job *j, const planner *p, const setting *s)
     if (s->replicas > 1) printf(" in each of %d replicas", s->replicas);
     if (s->accumulate > 1) printf(", %lld micro-batches a step", (long long)s->accumulate);
     printf("\n");
-    printf("%s, %s\n", report_flags(flags, sizeof flags, s, p->titan),
-           p->titan < TITANS ? "as the paper ran it: a model of PyTorch's bytes, not this library's"
-                             : p->ops->name);
+    printf("%s, %s\n", report_flags(flags, sizeof flags, s),
+           s->as.program > 0 ? "not this library" : p->ops->name);
+    if (s->as.program > 0) printf("%s: %s\n", as_program(s->as.program)->name, as_program(s->as.program)->is);
+    if (s->attention != KERNEL_MACHINE) report_attention(p, s);
     if (j->note[0] != '\0') printf("the trainer refuses this model (%s); planned without that\n", j->note);
 }
 
@@ -140,6 +159,11 @@ static void report_verdict(const job *j, const planner *p, const setting *s, con
         if (e->share[i] > 0)
             printf("  %-20s %10.3f s %5.1f %%\n", share_names[i], e->share[i],
                    100 * e->share[i] / e->seconds);
+    if (p->m->gpu > 0)
+        printf("\nmeasured runs like this: %s\n",
+               s->as.program > 0
+                   ? as_method_of(s)->measured
+                   : "none of this library on GPUs; its bytes are exact, its time is an estimate");
 }
 
 /* With its sign. */
@@ -228,6 +252,9 @@ static void report_json_begin(FILE *f, const planner *p, const setting *s, const
         f,
         "\"link_bytes\": %.0f,\n  \"binding\": \"%s\",\n  \"seconds_step\": %.9g,\n  \"tokens_per_s_per_gpu\": %.9g",
         estimate_link(e), v.binding, e->seconds, report_rate(s, e));
+    if (s->as.program > 0)
+        fprintf(f, ",\n  \"as\": \"%s\",\n  \"method\": \"%s\",\n  \"measured\": \"%s\"",
+                as_program(s->as.program)->name, as_method_of(s)->name, as_method_of(s)->measured);
     report_json_parts(f, "phases", e->phase, e->phases);
     report_json_parts(f, "components", e->part, e->parts);
 }

@@ -27,6 +27,7 @@ typedef struct candidate {
 typedef struct search_state {
     const job *j;
     const planner *p;
+    setting start;  /* what all have: the model, its length and machine, who trains */
     candidate *all; /* [SEARCH_MAX] those that fit */
     int n, tried, refused, pruned;
     setting nearest; /* of those that are pruned: the one that comes nearest to fitting */
@@ -99,11 +100,36 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
     SEARCH_SQUARE(attn_bwd);
 #undef SEARCH_LINE
 #undef SEARCH_SQUARE
-    estimate_time(out, p->m, setting_ranks(s), s->how.ranks / s->how.ring,
-                  s->layout->config.layers * s->accumulate);
+    estimate_time(out, p->m, setting_ranks(s), s->how.ranks / s->how.ring);
 }
 
 /* ---- all settings ---- */
+
+static search_state search_begin(const job *j, const planner *p, const setting *start)
+{
+    search_state f;
+    memset(&f, 0, sizeof f);
+    f.j = j, f.p = p, f.start = f.nearest = *start;
+    f.all = (candidate *)estimate_memory(SEARCH_MAX, sizeof *f.all);
+    return f;
+}
+
+static void search_take(candidate *c, const estimate *e)
+{
+    c->gpu = e->gpu;
+    c->host = e->host;
+    c->link = estimate_link(e);
+    c->seconds = e->seconds;
+}
+
+/* What fits is a candidate. */
+static void search_keep(search_state *f, const setting *s, const estimate *e)
+{
+    candidate *c = &f->all[f->n];
+    c->place = f->n++;
+    c->s = *s;
+    search_take(c, e);
+}
 
 /* What cannot fit is counted, and the nearest is kept. */
 static void search_prune(search_state *f, const setting *s, const estimate *e)
@@ -169,12 +195,39 @@ static void search_chunks(search_state *f, setting s, int overlaps, search_one *
         }
 }
 
+/* All that another program has. */
+static void search_as(search_state *f, search_one *one)
+{
+    const program *p = as_program(f->start.as.program);
+    setting s = f->start;
+    for (s.as.method = 0; s.as.method < AS_METHODS && as_method_of(&s)->name != NULL; ++s.as.method) {
+        const int staged = as_method_of(&s)->kind == AS_UPIPE, most = staged ? s.layout->config.heads / 2 : 1;
+        if (!options_given(&f->j->o, &f->j->o.attention)) s.attention = as_method_of(&s)->attention;
+        for (s.how.chunk = staged ? s.how.ranks : 0; s.how.chunk <= most; s.how.chunk *= 2) {
+            for (s.as.loss = 0; s.as.loss < 2; ++s.as.loss)
+                for (s.as.mlp = 0; s.as.mlp < 2; ++s.as.mlp)
+                    if (p->loss >> s.as.loss & p->mlp >> s.as.mlp & 1) {
+                        s.as.all = 0;
+                        search_activations(f, s, one);
+                        s.activations.kind = ACTIVATIONS_AC;
+                        s.as.all = 1;
+                        if (p->all) search_states(f, s, one);
+                    }
+            if (!staged) break;
+        }
+    }
+}
+
 /* search_all -- overlaps: those too.  In order, contiguous and double rings are left out: another method is never worse */
 static void search_all(search_state *f, int overlaps, search_one *one)
 {
-    setting s = f->j->s;
+    setting s = f->start;
     const int ranks = s.how.ranks, heads = s.layout->config.heads;
     int method, ring, segments;
+    if (s.as.program > 0) {
+        search_as(f, one);
+        return;
+    }
     for (method = 0; method < METHODS; ++method) {
         const method_kind *kind = &method_kinds[method];
         const int grid = kind->shape == METHOD_IS_GRID;
@@ -196,7 +249,7 @@ static void search_all(search_state *f, int overlaps, search_one *one)
 
 static const char *search_flags(char out[256], const candidate *c)
 {
-    return report_flags(out, 256, &c->s, TITANS);
+    return report_flags(out, 256, &c->s);
 }
 
 static void search_counts(const search_state *f)
@@ -217,7 +270,7 @@ static int search_json(const search_state *f, files *all, const setting *s, cons
     out = files_open(all, f->j->o.json);
     if (out == NULL) return EXIT_RUN;
     report_json_begin(out, f->p, s, e, fits);
-    if (fits) fprintf(out, ",\n  \"best\": \"%s\"", report_flags(flags, sizeof flags, s, TITANS));
+    if (fits) fprintf(out, ",\n  \"best\": \"%s\"", report_flags(flags, sizeof flags, s));
     if (longest) fprintf(out, ",\n  \"max_tokens\": %" PRId64, fits ? s->tokens : 0);
     report_json_advice(out, help, n);
     fprintf(out, ",\n  \"tried\": %d,\n  \"refused\": %d,\n  \"pruned\": %d,\n  \"settings\": [", f->tried,
@@ -239,7 +292,7 @@ static int search_json(const search_state *f, files *all, const setting *s, cons
 /* search_end -- the verdict of the one that won, or, where none did (NULL), of what comes nearest; the exit status */
 static int search_end(const search_state *f, const candidate *won, estimate *e, files *all, int longest)
 {
-    const setting *s = won != NULL ? &won->s : f->pruned > 0 ? &f->nearest : &f->j->s;
+    const setting *s = won != NULL ? &won->s : f->pruned > 0 ? &f->nearest : &f->start;
     advice_item help[ADVICE_MAX];
     int n = 0;
     memset(e, 0, sizeof *e);

@@ -31,7 +31,9 @@ typedef struct setting {
     int offload_optimizer, offload_weights;
     const int64_t *borders;
     int64_t borders_n;
-    int device; /* DEVICE_... */
+    int device;    /* DEVICE_... */
+    int attention; /* of upipe-plan, as the two below: whose kernel */
+    as_choice as;
 } setting;
 
 /* What the flags say of it. */
@@ -56,6 +58,8 @@ static inline setting setting_of(const options *o, const llama_layout *layout)
     s.borders = o->borders;
     s.borders_n = o->borders_n;
     s.device = o->device;
+    s.attention = o->attention;
+    s.as = o->as;
     return s;
 }
 
