@@ -169,7 +169,7 @@ def test_refusals(folder):
     write('ids.npy', npy(read('text')[:TOKENS]))
     refused([LOGITS, *words_of({'load': 'heads', 'ids': 'ids.npy', 'out': 'out.npy', 'ranks': 2, 'method': 'fpdt'})], folder, 1,
             ['4 segments: K and V of a deepseek_v2 come from a latent'])
-    refused([PLAN, '--model', 'heads', '--machine', 'h100x8', '--tokens', '1M', '--as', 'torchtitan'], folder, 2, ['come from a latent'])
+    refused([PLAN, '--model', 'heads', '--machine', 'h100x8', '--tokens', '1M', '--as', 'paper'], folder, 2, ['come from a latent'])
     for device in 'cpu', 'cuda':
         done = run_command([TRAIN, *words_of({'load': 'gathered', 'tokens': TOKENS, 'ranks': 2, 'plan': True, 'device': device})])
         equal((done.returncode, done.stderr), (0, ''), f'--plan for {device}')

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
 """test_planner.py PLAN TRAIN TOP -- the program upipe-plan from the outside
 
-Its bytes are those of `train --plan` and of real trainings; as torchtitan it has the paper's cells of Llama3-8B on 8
+Its bytes are those of `train --plan` and of real trainings; --as paper has the paper's cells of Llama3-8B on 8
 GPUs, out of memory where the paper was; latent attention has the bytes of its tensors, counted here; numbers are read as
 people write them; what cannot be is refused in a sentence.
 """
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -44,7 +45,7 @@ TINY = {**SMALL, 'num_hidden_layers': 1, 'num_attention_heads': 2}
 # Parameters as the models' authors publish them.
 BILLIONS = {'llama3-8b': 8.03, 'llama3-70b': 70.55, 'llama3.1-8b': 8.03, 'llama3.1-70b': 70.55, 'llama3.1-405b': 405.85,
             'llama3.2-1b': 1.236, 'llama3.2-3b': 3.213, 'qwen2.5-7b': 7.616, 'qwen2.5-32b': 32.76, 'qwen2.5-72b': 72.71,
-            'qwen3-8b': 8.19, 'qwen3-14b': 14.77, 'qwen3-32b': 32.76, 'mistral-7b': 7.242, 'mistral-7b-v0.3': 7.248,
+            'qwen3-0.6b': 0.596, 'qwen3-4b': 4.022, 'qwen3-8b': 8.19, 'qwen3-14b': 14.77, 'qwen3-32b': 32.76, 'mistral-7b': 7.242, 'mistral-7b-v0.3': 7.248,
             'smollm2-135m': 0.1345, 'gemma3-1b': 1.0, 'gemma2-2b': 2.614, 'gemma2-9b': 9.242}
 QWEN2 = {'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'use_sliding_window': False}
 
@@ -103,7 +104,7 @@ def close(got, memory, speed, what):
 def paper():
     for method, (memory, speed) in PAPER.items():
         for i, length in enumerate(LENGTHS[:len(memory) + 1]):
-            words = ['--model', 'llama3-8b', '--machine', 'h100x8', '--as', 'torchtitan', '--method', method, '--tokens',
+            words = ['--model', 'llama3-8b', '--machine', 'h100x8', '--as', 'paper', '--method', method, '--tokens',
                      length]
             if i == len(memory):
                 if method != 'fpdt':  # where it fails in the paper, memory is not why
@@ -115,19 +116,19 @@ def paper():
                   f'{method} {length}: the components are not the whole')
     for method, (memory, speed) in BATCH.items():
         for i, batch in enumerate((1, 2, 4, 8, 10)):
-            got = plan('--model', 'llama3-8b', '--as', 'torchtitan', '--method', method, '--tokens', '128k', '--batch', batch,
+            got = plan('--model', 'llama3-8b', '--as', 'paper', '--method', method, '--tokens', '128k', '--batch', batch,
                        '--activations', 'ac')
             close(got, memory[i], speed[i], f'{method}, batch {batch}')
     beyond()
     # two nodes: the paper's longest contexts on its grid, 6M and 8M
     for method, fits, not_any_more in ('ulysses', '6M', '8M'), ('upipe', '8M', '10M'):
-        words = ['--model', 'llama3-8b', '--machine', 'h100x16', '--as', 'torchtitan', '--method', method, '--tokens']
+        words = ['--model', 'llama3-8b', '--machine', 'h100x16', '--as', 'paper', '--method', method, '--tokens']
         plan(*words, fits)
         plan(*words, not_any_more, status=3)
-    got = plan('--model', 'llama3-8b', '--as', 'torchtitan', '--max-tokens')
+    got = plan('--model', 'llama3-8b', '--as', 'paper', '--max-tokens')
     check(5 * 2**20 <= got['max_tokens'] < 6 * 2**20 and got['fits'], f"the longest is {got['max_tokens']}")
     more = got['max_tokens'] + 8 * 1024
-    plan('--model', 'llama3-8b', '--as', 'torchtitan', '--tokens', more, status=3)
+    plan('--model', 'llama3-8b', '--as', 'paper', '--tokens', more, status=3)
 
 
 def beyond():
@@ -135,7 +136,7 @@ def beyond():
     for name, nodes in ('qwen3-32b', 16), ('llama3-70b', 32), ('qwen2.5-72b', 16):
         gpu = {}
         for method in ('ring', 'ulysses', 'upipe', 'fpdt'):
-            words = ['--model', name, '--machine', f'h100x{nodes}', '--as', 'torchtitan', '--method', method, '--tokens']
+            words = ['--model', name, '--machine', f'h100x{nodes}', '--as', 'paper', '--method', method, '--tokens']
             got = [run(PLAN, *words, length)[2] for length in ('256k', '512k', '1M', '2M', '4M')]
             bytes_of = [one['gpu_bytes'] for one in got]
             seconds = [one['seconds_step'] for one in got]
@@ -367,7 +368,7 @@ def paper_time():
     kinds = {'ac': (3, 0), 'offload': (0, 0), 'sao:2': (1, 0), 'sac': (0, 3), 'sac:1': (0, 1)}
     for tied in True, False:
         config = {**TIMED, 'num_key_value_heads': 2, 'tie_word_embeddings': tied}
-        one = ['--model', model('paper', **config), '--as', 'torchtitan', '--tokens', '4k']
+        one = ['--model', model('paper', **config), '--as', 'paper', '--attention', 'machine', '--tokens', '4k']
         for method, activations, batch in [('native', 'ac', 1), ('ring', 'offload', 2), ('ulysses', 'sac', 1),
                                            ('ulysses', 'sao:2', 3), ('fpdt', 'offload', 1), ('upipe', 'sac:1', 1),
                                            ('upipe', 'ac', 2)]:
@@ -381,6 +382,158 @@ def paper_time():
                     check(host == away * node, f'{words[4:]}: {host} bytes of a node, not {away * node}')
                     states = [part['bytes'] for part in got['components'] if part['name'] == 'states']
                     check(states == [16 * parameters / 4], f'{words[4:]}: {states} of {parameters} parameters')
+
+
+# ---- other programs ----
+
+# What each can: methods, the default first, their kernel; then flags, of which those that it lacks are refused.
+PROGRAMS = {'paper': (['upipe', 'ulysses', 'ring', 'fpdt', 'native'], ['fa3'] * 5), 'torchtitan': (['ring'], ['fa2']),
+            'deepspeed-alst': (['ulysses'], ['fa2']), 'trl': (['ring', 'ulysses'], ['cudnn', 'fa2']),
+            'megatron': (['ring', 'ulysses'], ['cudnn'] * 2)}
+SETTINGS = {('--loss', 'whole'): 'torchtitan deepspeed-alst trl megatron', ('--loss', 'tiled'): 'paper deepspeed-alst trl',
+            ('--mlp', 'whole'): 'torchtitan deepspeed-alst trl megatron', ('--mlp', 'tiled'): 'paper deepspeed-alst',
+            ('--keep-all',): 'megatron', ('--fp8',): 'torchtitan megatron', ('--zero', '1'): 'megatron',
+            ('--zero', '3'): 'paper torchtitan deepspeed-alst trl megatron', ('--zero', '2'): '',
+            ('--offload-optimizer',): 'deepspeed-alst trl megatron',
+            ('--offload-optimizer', '--offload-weights'): 'deepspeed-alst', ('--activations', 'offload'): 'paper deepspeed-alst trl',
+            ('--activations', 'ac'): 'paper torchtitan deepspeed-alst trl megatron', ('--activations', 'sac'): 'paper',
+            ('--activations', 'blocks:2'): '', ('--activations', 'offload,grad'): ''}
+
+
+def has_settings():
+    """A program has its settings, and refuses all others; what would help and --best have none that it lacks."""
+    for name, (methods, kernels) in PROGRAMS.items():
+        words = ['--model', 'llama3-8b', '--tokens', '128k', '--as', name]
+        for method, kernel in zip(methods, kernels):
+            status, said, got = run(PLAN, *words, '--method', method)
+            check(status in (0, 3) and got['as'] == name and got['method'] == method, f'{name} {method}: {said[-200:]}')
+            check(f'attention: {kernel}, ' in said and f"measured runs like this: {got['measured']}\n" in said, f'{name}: {said[:400]}')
+        check(run(PLAN, *words)[2]['method'] == methods[0], f'{name} begins with another method')
+        refused(f'--as {name} has {methods[0]}', *words, '--method', 'double-ring')
+        for flags, who in SETTINGS.items():
+            if name in who.split():
+                got = run(PLAN, *words, *flags)
+                check(got[0] in (0, 3), f'{name} {flags}: {got[1][-200:]}')
+                known = [PLAN, *words, *flags]
+                for advice in got[2]['advice'][:2]:
+                    more = advice['flags'].split()
+                    if more[0] in ('the', '--method') or more[0] in known:
+                        continue
+                    check(run_command([*known, *more]).returncode in (0, 3), f'{name}: advice {more} is refused')
+            else:
+                refused('has no --', *words, *flags)
+        status, said, got = run(PLAN, *words, '--best')
+        check(got['settings'] and ('this library would take --method' in said), f'{name}: {said[-300:]}')
+        for one in got['settings'][:3]:
+            again = plan(*words, *one['flags'].split())
+            check(again['gpu_bytes'] == one['gpu_bytes'] and abs(again['seconds_step'] / one['seconds_step'] - 1) < 1e-7,
+                  f'{name}: {one} is {again["gpu_bytes"]} bytes')
+    for flags in (['--loss', 'tiled'], ['--mlp', 'whole'], ['--keep-all'], ['--fp8']):
+        refused('want --as', '--model', 'llama3-8b', '--tokens', '64k', *flags)
+    for flags in (['--dtype', 'f32'], ['--segments', '4'], ['--tile-bytes', '1MiB'], ['--overlap'], ['--lora', '8'], ['--device', 'cpu']):
+        refused(f'{flags[0]} would have no effect with --as trl', '--model', 'llama3-8b', '--tokens', '64k', '--as', 'trl', *flags)
+
+
+def phase(got, name):
+    return {one['name']: one['bytes'] for one in got['phases']}[name]
+
+
+def part(got, name):
+    return {one['name']: one['bytes'] for one in got['components']}.get(name, 0)
+
+
+def as_bytes():
+    """What a setting changes of another program's memory and time is that of the tensors, counted here."""
+    config = {**TIMED, 'num_key_value_heads': 2}
+    rows, parameters = 4096 // 4, VOCAB * DIM + LAYERS * (LAYER - DIM * WIDTH)
+    box = machine('as.json', ranks=4, ranks_per_node=4, rates=WIDE)
+    words = ['--model', model('as', **config), '--machine', box, '--tokens', '4k', '--attention', 'machine', '--as']
+    x, q, k = rows * 2 * DIM, rows * 2 * WIDTH, rows * WIDTH
+
+    def whole(name, logit, ffn, moved, weights):
+        """Of a program: bytes of a logit, tensors of its MLP, bytes a parameter that go to the host, and of weights."""
+        tiled, loss = plan(*words, name, '--loss', 'tiled'), plan(*words, name, '--loss', 'whole')
+        check(phase(loss, 'loss') - phase(tiled, 'loss') == logit * rows * VOCAB, f'{name}: logits')
+        if ffn:
+            got = [plan(*words, name, '--mlp', how) for how in ('whole', 'tiled')]
+            check(phase(got[0], 'mlp_backward') - phase(got[1], 'mlp_backward') == ffn * 2 * (rows - DIM) * FF, f'{name}: MLP')
+        ac = plan(*words, name, '--activations', 'ac')
+        host = plan(*words, name, '--activations', 'ac', '--offload-optimizer')
+        check(part(ac, 'states') - part(host, 'states') == host['host_bytes_node'] / 4 == moved * parameters / 4, f'{name}: states')
+        if weights:
+            all_of = plan(*words, name, '--activations', 'ac', '--offload-optimizer', '--offload-weights')
+            check(part(all_of, 'states') == 0 and all_of['host_bytes_node'] == (moved + weights) * parameters, f'{name}: weights')
+            took = (all_of['seconds_step'] - host['seconds_step']) * WIDE['host_link_bytes']
+            check(abs(took / (3 * weights * parameters / 4) - 1) < 1e-6, f'{name}: {took} bytes of weights came')
+
+    whole('deepspeed-alst', 14, 4, 14, 2)
+    whole('trl', 12, 0, 12, 0)
+    # replicas share states, and have each a sequence; micro-batches take each their time
+    one, two = plan(*words, 'trl', '--ranks', 2), plan(*words, 'trl', '--replicas', 2)
+    check(part(one, 'states') == 2 * part(two, 'states') == 16 * parameters / 2, f"{part(one, 'states')} bytes of states")
+    check(part(one, 'checkpoints') == part(two, 'checkpoints') and one['host_bytes_node'] * 2 == two['host_bytes_node'], 'inputs')
+    attention = 4 * (4096 / 2) * 2048 * WIDTH * LAYERS
+    for micro in 1, 3:
+        got = plan(*words, 'megatron', '--ranks', 1, '--keep-all', '--fp8', '--accumulate', micro)
+        want = micro * (2 * attention / WIDE['attention_forward_flops'] + 5 * attention / WIDE['attention_backward_flops'] +
+                        4096 * 6 * (LAYERS * (LAYER - DIM * WIDTH) / 1.5 + VOCAB * DIM) / 1.2 / WIDE['dense_flops'] + LAYERS * 0.0005)
+        check(abs(got['seconds_step'] / want - 1) < 1e-6, f"{micro} micro-batches: {got['seconds_step']} s, not {want}")
+    # weights and gradients are whole where only moments are sharded
+    got = [part(plan(*words, 'megatron', '--zero', stage), 'states') for stage in (1, 3)]
+    check(got == [(6 + 12 / 4) * parameters, 18 / 4 * parameters], f'{got} bytes of states')
+    # all of a forward: inputs and norms, heads, four tensors of the MLP
+    got = [plan(*words, 'megatron', *more) for more in ([], ['--keep-all'])]
+    layer = 4 * x + 2 * q + 2 * k + 8 * rows * FF
+    check(phase(got[1], 'loss') - phase(got[0], 'loss') == LAYERS * (layer - x), 'what is kept of a layer')
+    # PyTorch's ring gathers keys and values; norms and RoPE of a program without fused ones leave heads
+    ring, team = (phase(plan(*words, 'trl', '--method', method), 'attention_backward') for method in ('ring', 'ulysses'))
+    grouped = q + 2 * k + q + k + 2 * q + 2 * k + 2 * q + 10 * k + 3 * 2 * k
+    staged = 3 * q + 2 * k + 3 * q + 2 * k # as many heads of keys as of queries
+    staged += 2 * (q - k) * 2 if k < q else 0
+    check(ring - team == grouped - staged, f'{ring} bytes of a ring, {team} of a team: {ring - team}, not {grouped - staged}')
+
+
+def attention_rates():
+    """A kernel's time is that of its published rate, between lengths; what is published of another card is a guess."""
+    def shares(*words, of='llama3-8b'):
+        _, said, got = run(PLAN, '--model', of, '--tokens', '1M', *words)
+        took = {name: float(seconds) for name, seconds in re.findall(r'^ +(\w+) +([\d.]+) s +[\d.]+ %$', said, re.M)}
+        return took['attention_forward'], took['attention_backward'], said, got
+
+    own = shares()
+    for kernel, forward, backward in (('machine', 1, 1), ('upipe', 1, 1), ('fa3', 1, 1), ('fa2', 367 / 680, 330 / 586), ('cudnn', 567 / 680, 486 / 586)):
+        got = shares('--attention', kernel)
+        check(abs(own[0] / got[0] - forward) < 1e-3 and abs(own[1] / got[1] - backward) < 1e-3, f'{kernel}: {got[:2]}, {own[:2]}')
+        check(got[3]['gpu_bytes'] == own[3]['gpu_bytes'] and got[3]['phases'] == own[3]['phases'], f'{kernel} changes bytes')
+    # of a length between two of the table, and of heads of 64
+    got, machine_s = (plan('--model', 'llama3-8b', '--tokens', '24576', '--attention', kernel) for kernel in ('fa2', 'machine'))
+    between = math.log2(24576 / 16384)
+    forward, backward = (690e12 * (364 + between * 3) / 680, 604e12 * (323 + between * 7) / 586)
+    work = 4 * 24576 / 8 * 24577 / 2 * 4096 * 32
+    want = work * (2 / forward + 2.5 / backward - 2 / 690e12 - 2.5 / 604e12)
+    more = got['seconds_step'] - machine_s['seconds_step']
+    check(abs(more / want / 1.011 - 1) < 1e-3, f'{more} s more of another kernel, not {want}') # and what ranks wait
+    for words, sure in (['--machine', 'a100x8', '--attention', 'fa2'], 1), (['--machine', 'a100x8', '--attention', 'cudnn'], 0), (
+            ['--machine', 'b200x8', '--attention', 'fa4'], 1), (['--machine', '4090x4', '--attention', 'fa3'], 0):
+        _, said, _ = run(PLAN, '--model', 'llama3-8b', '--tokens', '64k', *words)
+        check(('of another card: a guess' in said) == (not sure) and 'TFLOP/s (' in said, f'{words}: {said[:300]}')
+    small = shares('--attention', 'fa3', of='llama3.2-1b')
+    check(abs(shares(of='llama3.2-1b')[0] / small[0] - 473 / 680) < 1e-3, 'the rates of heads of 64 are those of 128')
+
+
+def measured():
+    """Published runs: what the planner says of its plans is what bench/measured.py finds, and does not become worse."""
+    sys.path.insert(0, os.path.join(TOP, 'bench'))
+    import measured as bench # pylint: disable=import-outside-toplevel
+    _, runs = bench.planned(bench.paper.Planner(PLAN))
+    of = bench.ends(runs)
+    for one in runs:
+        check(one['said'] == of[one['program'], one['method']], f"{one['flags']}: says {one['said']}")
+    check(len(runs) >= 40 and {one['program'] for one in runs} == set(PROGRAMS), f'{len(runs)} runs')
+    counts, (right, of_all) = bench.held(runs)
+    for (what, within, n), (least, most) in zip(counts, ((16, 17), (21, 23))):
+        check(n >= most and within * most >= least * n, f'{what}: {within} of {n} are within {bench.WITHIN[what]} %')
+    check(right >= of_all - 1, f'whether it fits is right in {right} of {of_all}')
 
 
 def machines():
@@ -445,7 +598,7 @@ def nodes():
 
 
 def numbers():
-    at = ['--model', 'llama3-8b', '--as', 'torchtitan', '--tokens']
+    at = ['--model', 'llama3-8b', '--as', 'paper', '--tokens']
     for one, other in ('1M', '1048576'), ('1M', '1024k'), ('1.5M', '1536k'), ('1e6', '1000000'), ('128K', '131072'):
         check(plan(*at, one) == plan(*at, other), f'{one} tokens are not {other}')
     check(plan(*at, '1e6') != plan(*at, '1M'), '1e6 tokens are 1M')
@@ -454,30 +607,31 @@ def numbers():
     small = ['--model', 'llama3-8b', '--tokens', '128k']
     for words in ['--tile-bytes', '65536'], ['--machine', machine('text.json', gpu_memory='80')], ['--machine', machine(gpu_memory=80)]:
         refused('with its unit', *small, *words)
-    words = [*small, '--as', 'torchtitan', '--machine']
+    words = [*small, '--as', 'paper', '--machine']
     plan(*words, machine(gpu_memory='26.2GiB'))
     plan(*words, machine(gpu_memory='26.2GB'), status=3)
     got = plan(*words, machine(host_memory='1GiB'), status=3)
     check(got['binding'] == 'host' and not got['fits'], f"{got['binding']} binds, not the host")
-    check(set(got) == FIELDS, f'fields {sorted(got)}')
+    check(set(got) == FIELDS | {'as', 'method', 'measured'}, f'fields {sorted(got)}')
 
 
 def refusals():
     small = ['--model', 'llama3-8b', '--tokens', '128k']
-    for flag, why in itertools.product(('--accumulate', '--replicas'), (['--as', 'torchtitan'], ['--documents', 'lognormal:2k,1.5,128k'])):
-        refused(f'{flag} would have no effect', *small, flag, '2', *why)
+    for flag in '--accumulate', '--replicas':
+        refused('would have no effect with --documents', *small, flag, '2', '--documents', 'lognormal:2k,1.5,128k')
     for best in [], ['--best']:
         refused('--ranks 8 does not divide into --replicas 3', *small, '--replicas', '3', *best)
-    paper_s = [*small, '--as', 'torchtitan']
+    paper_s = [*small, '--as', 'paper']
     for sentence, *words in [
         ('neither a folder', '--model', 'llama9', '--tokens', '1M'), ('--tokens is missing', '--model', 'llama3-8b'),
-        ('--model is missing', '--tokens', '1M'), ('neither a file nor one of', *small, '--machine', 'abacus'),
-        ('as torchtitan', *paper_s, '--method', 'zigzag'), ('--as is torchtitan', *small, '--as', 'megatron'),
-        ('has 8', *small, '--ranks', '16'), ('keeps the inputs', *paper_s, '--method', 'native', '--activations', 'offload'),
-        ('have GPUs', *paper_s, '--machine', 'cpu'), ('may come 16 times', *small, *['--calibrate', 'x'] * 17),
+        ('--model is missing', '--tokens', '1M'), *[('neither a file nor cpu', *small, '--machine', name) for name in ('abacus', 'h100', 'h100x0', 'h100x257', 'x8', 'cpux8')],
+        ('--as paper has upipe, ulysses, ring, fpdt, native', *paper_s, '--method', 'zigzag'), ('--as is upipe', *small, '--as', 'nanotron'),
+        ('has 8', *small, '--ranks', '16'), ('no --activations offload', *paper_s, '--method', 'native', '--activations', 'offload'),
+        ('wants GPUs', *paper_s, '--machine', 'cpu'), ('may come 16 times', *small, *['--calibrate', 'x'] * 17),
         ('no effect without --model', '--write-machine', at('never.json'), '--tokens', '1M'),
         ('contradict', *small, '--method', 'ulysses', '--chunk', '8'), ('chunk', *paper_s, '--chunk', '7'),
-        ('--train and --lora would have no effect', *paper_s, '--train', '*norm*'), ('--lora is RANK', *small, '--lora', '0'),
+        ('--train would have no effect', *paper_s, '--train', '*norm*'),
+        ('--documents would have no effect with --as paper', *paper_s, '--documents', 'lognormal:2k,1,4k'), ('--lora is RANK', *small, '--lora', '0'),
         ('has a name like', *small, '--train', '*.qq'),
         ('none of these can be given', *small, '--best', '--method', 'upipe'),
         ('mixtral', '--tokens', '1k', '--model', model('experts', model_type='mixtral')),
@@ -634,13 +788,14 @@ def latent_uneven():
     # all other flags are of whole models
     rest = {'--method': 'upipe', '--replicas': '2', '--ring': '2', '--inner': '2', '--segments': '4', '--accumulate': '2',
             '--train': '*', '--lora': '8', '--activations': 'ac', '--zero': '1', '--zero-prefetch': None, '--reduce-dtype': 'bf16',
-            '--offload-optimizer': None, '--offload-weights': None, '--tile-bytes': '1MiB', '--as': 'torchtitan', '--documents': 'x',
-            '--max-tokens': None, '--best': None, '--ignore-key': 'x', '--progress': None}
+            '--offload-optimizer': None, '--offload-weights': None, '--tile-bytes': '1MiB', '--as': 'paper', '--documents': 'x',
+            '--max-tokens': None, '--best': None, '--ignore-key': 'x', '--progress': None, '--attention': 'fa2', '--loss': 'whole',
+            '--mlp': 'whole', '--keep-all': None, '--fp8': None}
     for flag, value in rest.items():
         refused(f'{flag} would have no effect with --model deepseek-v3: of a model with latent attention the attention of one layer',
                 *itertools.chain(*small.items()), flag, *([value] if value else []))
     said = run_command([PLAN, '--help']).stdout
-    known = set(re.findall(r'^  (--[a-z-]+)', said, re.M)) - {'--help', '--version'}
+    known = set(re.findall(r'^  (--[a-z-]+8?)', said, re.M)) - {'--help', '--version'}
     check(known == words.keys() | rest.keys() | {'--model', '--machine', '--json', '--calibrate', '--write-machine'}, f'{known}')
     check(all(name in said.split('  --model')[0] for name in LATENT), said[:600])
     said = run(PLAN, '--model', 'nosuch', '--tokens', '1k')[1]
@@ -716,8 +871,7 @@ def documents():
     for sentence, *words in [
         ('lognormal:MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:4k,1,2k'),
         ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k,5'), ('MEDIAN,SIGMA,MOST', '--documents', 'lognormal:2k,1.5,128k 5'),
-        ('no length from 1', '--documents', at('zeros')), ('byte 5 of', '--documents', at('nul')),
-        ('--max-tokens', '--documents', 'lognormal:2k,1,4k', '--as', 'torchtitan')]:
+        ('no length from 1', '--documents', at('zeros')), ('byte 5 of', '--documents', at('nul'))]:
         refused(sentence, *small, *words)
     write(at('ones'), '1 ') # as many documents as tokens
     short = ['--model', model('small'), '--device', 'cpu', '--documents', at('ones'), '--machine', machine('many.json', ranks=64), '--tokens']
@@ -816,7 +970,7 @@ def others():
     got = plan('--model', 'llama3-8b', '--tokens', '4M', '--method', 'ulysses', '--zero', '1', status=3)
     check(any(one['flags'] == '--method upipe' and one['gpu_bytes_saved'] > 0 for one in got['advice']), got['advice'])
     written('h100x8')
-    words = ['--model', 'llama3-8b', '--tokens', '1M', '--as', 'torchtitan']
+    words = ['--model', 'llama3-8b', '--tokens', '1M', '--as', 'paper']
     check(plan(*words) == plan(*words, '--machine', at('written.json')), 'a machine is not what was written')
     measured = os.path.join(TOP, 'bench', 'results', 'machine_h200.json')
     faster, preset = (plan('--model', 'llama3-8b', '--tokens', '1M', '--machine', name) for name in (measured, 'h200x8'))
@@ -945,7 +1099,7 @@ def longest_settings():
         plan(*words, most + 2048, status=3)
         seconds = plan(*words, one['max_tokens'])['seconds_step'] if one['max_tokens'] <= most else one['seconds_step']
         check(abs(seconds / one['seconds_step'] - 1) < 1e-7, f'{one}: {seconds} s by a full plan')
-    _, said, _ = run(PLAN, '--model', 'llama3-8b', '--as', 'torchtitan', '--max-tokens', '--machine',
+    _, said, _ = run(PLAN, '--model', 'llama3-8b', '--as', 'paper', '--max-tokens', '--machine',
                      machine('huge.json', gpu_memory='900TiB', host_memory='900TiB'))
     check('longer ones are not planned: ' in said, said[-300:])
     longest = plan(*small[:-2], '--max-tokens', '--activations', 'offload')
@@ -963,7 +1117,7 @@ def pictures():
         return
     paths = []
     small = ['--model', model('small'), '--machine', machine(ranks=2), '--device', 'cpu', '--tokens', '4k', '--best']
-    paper = ['--model', 'llama3-8b', '--as', 'torchtitan', '--tokens', '3M', '--method']
+    paper = ['--model', 'llama3-8b', '--as', 'paper', '--tokens', '3M', '--method']
     attention = ['--model', 'kimi-k2', '--tokens', '64k']
     for name, words in (('ulysses', [*paper, 'ulysses']), ('upipe', [*paper, 'upipe']), ('settings', small), ('latent', attention)):
         paths.append(at(name + '.json'))
@@ -976,7 +1130,8 @@ def pictures():
 
 
 with tempfile.TemporaryDirectory() as FOLDER:
-    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, machines, advised, nodes,
+    for test in (paper, presets, small_cards, same_bytes, accumulated, step_time, paper_time, has_settings, as_bytes, attention_rates,
+                 measured, machines, advised, nodes,
                  numbers, latent_page, latent_bytes, latent_uneven, latent_whole, latent_said, documents, packed_steps, progress, refusals,
                  paths, others, calibrated, best_setting, extrapolated, longest_settings, pictures):
         run_test(test)
