@@ -11,6 +11,7 @@ import collections
 import json
 import os
 import sys
+import textwrap
 
 import common
 import paper
@@ -94,7 +95,7 @@ class Measured(common.Benchmark):
         lines = []
         for source, where in sources.items():
             mine = [run for run in runs if run['source'] == source]
-            lines += ['', f'**{source}**, {where}.', '']
+            lines += ['', *textwrap.wrap(f'**{source}**: {where}.', 118, break_on_hyphens=False), '']
             lines += common.table(['upipe-plan', 'GiB', 'seconds', ''], [
                 [f"`{run['flags']}`", cell(run, 'memory', run['planned_gib'], run.get('gib')),
                  cell(run, 'time', run['planned_seconds'], run['real']) if run['off'].get('time') or not run.get('ends') else '',
@@ -104,9 +105,9 @@ class Measured(common.Benchmark):
 
     def summary(self, runs):
         counts, (right, of_all) = held(runs)
-        lines = [f'{len(runs)} runs. Of what is held out '
-                 + ', '.join(f'{what} is within {WITHIN[what]} % in {good} of {n}' for what, good, n in counts)
-                 + f'; whether it fits is right in {right} of {of_all}.', '']
+        lines = [f'{len(runs)} runs. Of what is held out ' + ', '.join(f'{what} is within {WITHIN[what]} % in {good} of {n}'
+                                                                       for what, good, n in counts) + '.',
+                 f'Whether it fits is right in {right} of {of_all}.', '']
         return lines + common.table(['program', 'method', 'plans and measurements'],
                                     [[*key, text] for key, text in sorted(ends(runs).items())])
 

@@ -306,7 +306,7 @@ def times_of(got, method, tokens, kept, rates):
 
 
 def sizes_of(got, method, tokens, flags):
-    """GiB by the constants of examples/plan/titan.h that they depend on."""
+    """GiB by the constants of examples/plan/as/paper.h that they depend on."""
     unit, out = tokens / 8 * 8192 / GIB, dict.fromkeys(SIZES, 0)
     part = {one['name']: one['bytes'] for one in got['components']}
     out['fixed'] = 1

@@ -422,6 +422,7 @@ def has_settings():
                     check(run_command([*known, *more]).returncode in (0, 3), f'{name}: advice {more} is refused')
             else:
                 refused('has no --', *words, *flags)
+        words = ['--model', model('small'), '--machine', 'h100x2', '--tokens', '4k', '--as', name]
         status, said, got = run(PLAN, *words, '--best')
         check(got['settings'] and ('this library would take --method' in said), f'{name}: {said[-300:]}')
         for one in got['settings'][:3]:
