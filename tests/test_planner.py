@@ -515,9 +515,11 @@ def attention_rates():
     more = got['seconds_step'] - machine_s['seconds_step']
     check(abs(more / want / 1.011 - 1) < 1e-3, f'{more} s more of another kernel, not {want}') # and what ranks wait
     for words, sure in (['--machine', 'a100x8', '--attention', 'fa2'], 1), (['--machine', 'a100x8', '--attention', 'cudnn'], 0), (
-            ['--machine', 'b200x8', '--attention', 'fa4'], 1), (['--machine', '4090x4', '--attention', 'fa3'], 0):
+            ['--machine', 'b200x8', '--attention', 'fa4'], 1), (['--machine', '4090x4', '--attention', 'fa3'], 0), (
+            ['--machine', '4090x4', '--attention', 'fa2'], 1), (['--machine', '5090x8', '--attention', 'fa2'], 0), (
+            ['--machine', 'h200x8', '--attention', 'upipe'], 0):
         _, said, _ = run(PLAN, '--model', 'llama3-8b', '--tokens', '64k', *words)
-        check(('of another card: a guess' in said) == (not sure) and 'TFLOP/s (' in said, f'{words}: {said[:300]}')
+        check(('a guess for this card' in said) == (not sure) and 'TFLOP/s (' in said, f'{words}: {said[:300]}')
     small = shares('--attention', 'fa3', of='llama3.2-1b')
     check(abs(shares(of='llama3.2-1b')[0] / small[0] - 473 / 680) < 1e-3, 'the rates of heads of 64 are those of 128')
 

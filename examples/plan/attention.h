@@ -65,32 +65,30 @@ static inline const kernel_rate *attention_at(double rate[2], int kernel, const 
 }
 
 /* attention_part -- what of the machine's rates a kernel reaches, forward and backward
- *   from     where that is from; guess: it is that of another card */
+ *   from     where that is from; guess: it is not of this card */
 static inline void attention_part(double part[2], const char **from, int *guess, const setting *s,
                                   const machine *m)
 {
+    const char *const cards[] = {m->card, "h100", "b200"};
     const llama_config *c = &s->layout->config;
     const double tokens = (double)s->tokens,
                  length = c->window > 0 ? fmin((double)c->window, tokens) : tokens;
-    const char *card = m->card;
-    const kernel_rate *row;
-    double usual[2] = {1, 1};
-    part[0] = part[1] = 1;
-    *from = "the machine's rates";
-    *guess = 0;
-    if (s->attention == KERNEL_MACHINE) return;
-    row = attention_at(part, s->attention, card, c->head_dim, length);
-    if (row == NULL) {
-        *guess = 1;
-        card = kernel_rates[0].card;
-        row = attention_at(part, s->attention, card, c->head_dim, length);
-        if (row == NULL) row = attention_at(part, s->attention, card = "b200", c->head_dim, length);
+    const kernel_rate *row = NULL;
+    double usual[2];
+    int i;
+    for (i = 0; i < 3 && row == NULL && s->attention != KERNEL_MACHINE; ++i) {
+        if (i > 0 && s->attention == kernel_of(m->card)) break;
+        row = attention_at(part, s->attention, cards[i], c->head_dim, length);
     }
-    if (row == NULL) return; /* of this library's own nothing is published: taken as the machine's */
-    attention_at(usual, kernel_of(card), card, 128, INFINITY);
+    *guess = s->attention != KERNEL_MACHINE && (row == NULL || i > 1);
+    *from = row != NULL ? row->from : "the machine's rates";
+    if (row == NULL) { /* nothing is published of this card's usual kernel, nor of this library's own */
+        part[0] = part[1] = 1;
+        return;
+    }
+    attention_at(usual, kernel_of(row->card), row->card, 128, INFINITY);
     part[0] /= usual[0];
     part[1] /= usual[1];
-    *from = row->from;
 }
 
 /* attention_slow -- FLOPs of attention become those that take as long at the machine's rates */

@@ -75,7 +75,7 @@ static void report_attention(const planner *p, const setting *s)
     attention_part(part, &from, &guess, s, p->m);
     printf("attention: %s, forward %.0f and backward %.0f TFLOP/s (%s%s)\n", kernel_names[s->attention],
            part[0] * p->m->rate[MACHINE_ATTN_FWD] / 1e12, part[1] * p->m->rate[MACHINE_ATTN_BWD] / 1e12, from,
-           guess ? "; of another card: a guess" : "");
+           guess ? "; a guess for this card" : "");
 }
 
 static void report_head(const job *j, const planner *p, const setting *s)
