@@ -74,7 +74,7 @@ static inline void attention_part(double part[2], const char **from, int *guess,
     const double tokens = (double)s->tokens,
                  length = c->window > 0 ? fmin((double)c->window, tokens) : tokens;
     const kernel_rate *row = NULL;
-    double usual[2];
+    double usual[2] = {1, 1};
     int i;
     for (i = 0; i < 3 && row == NULL && s->attention != KERNEL_MACHINE; ++i) {
         if (i > 0 && s->attention == kernel_of(m->card)) break;
