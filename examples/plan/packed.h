@@ -60,13 +60,11 @@ static inline int64_t packed_next(packed_source *s)
 static inline int packed_read(options *o, const char *text)
 {
     const int64_t total = o->tokens * o->batch;
-    packed_source s;
+    packed_source s = {0};
     int64_t at = 0, n, capacity = 0, *more;
     int status = 0;
     upipe_err e;
     size_t bytes;
-    memset(&s, 0, sizeof s);
-    memset(&e, 0, sizeof e);
     if (strncmp(text, "lognormal:", 10) == 0) {
         status = packed_lognormal(&s, text);
     } else {
@@ -122,11 +120,8 @@ static inline int64_t packed_window(const llama_config *c)
 /* Pairs of sequences that are one document each. */
 static inline double packed_one(const setting *s)
 {
-    upipe_attn a;
-    memset(&a, 0, sizeof a);
-    a.mask.causal = 1;
-    a.mask.window = packed_window(&s->layout->config);
-    a.q.n = a.k.n = s->tokens;
+    const upipe_mask mask = {.causal = 1, .window = packed_window(&s->layout->config)};
+    const upipe_attn a = {.mask = mask, .q.n = s->tokens, .k.n = s->tokens};
     return (double)s->batch * upipe_attn_pairs(&a);
 }
 
@@ -143,12 +138,9 @@ static inline double packed_pairs(const upipe_plan_desc *d, const upipe_mask *ma
     const upipe_shard q = upipe_shard_ring(d->layout, d->tokens, d->ring, rank),
                       k = upipe_shard_ring(d->layout, d->tokens, d->ring, block);
     double pairs = 0;
-    upipe_attn a;
+    upipe_attn a = {.mask = *mask, .pos_step = q.step};
     int64_t b;
     int i, j;
-    memset(&a, 0, sizeof a);
-    a.mask = *mask;
-    a.pos_step = q.step;
     for (b = 0; b < d->batch; ++b)
         for (i = 0; i < q.pieces; ++i)
             for (j = 0; j < k.pieces; ++j) {
@@ -165,16 +157,10 @@ static inline double packed_pairs(const upipe_plan_desc *d, const upipe_mask *ma
 static inline packed_balance packed_balance_of(const upipe_plan_desc *d, int64_t window,
                                                const int64_t *borders, int64_t n)
 {
-    packed_balance b;
-    upipe_mask mask;
+    const upipe_mask mask = {
+        .causal = 1, .window = window, .borders = {.cu_seqlens = borders, .cu_seqlens_n = n}};
+    packed_balance b = {.ring = d->ring};
     int rank, step;
-    memset(&b, 0, sizeof b);
-    memset(&mask, 0, sizeof mask);
-    mask.causal = 1;
-    mask.window = window;
-    mask.borders.cu_seqlens = borders;
-    mask.borders.cu_seqlens_n = n;
-    b.ring = d->ring;
     b.step = (double *)estimate_memory((size_t)d->ring * (size_t)d->ring, sizeof *b.step);
     for (step = 0; step < b.ring; ++step) {
         double most = 0;
