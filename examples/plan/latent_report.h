@@ -123,12 +123,11 @@ static json_t *latent_json(const latent_model *m, const latent_row rows[LATENT_R
 /* latent_plan -- counted and said; the exit status */
 static int latent_plan(const job *j, const upipe_ops *ops, files *all)
 {
-    latent_row rows[LATENT_ROWS];
+    latent_row rows[LATENT_ROWS] = {{0}};
     upipe_dry *dry = (upipe_dry *)estimate_memory(1, sizeof *dry);
     upipe_status s = UPIPE_OK;
     upipe_err e;
     int i;
-    memset(rows, 0, sizeof rows);
     for (i = 0; i < LATENT_ROWS && s == UPIPE_OK; ++i) {
         rows[i].method = i < 2 ? METHOD_ULYSSES : METHOD_UPIPE;
         rows[i].form = i % 2 == 0 ? UPIPE_LATENT_HEADS : UPIPE_LATENT_GATHERED;

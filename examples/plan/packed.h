@@ -2,7 +2,7 @@
  * that attention sees
  *
  *     status = packed_read(&o, "lognormal:2k,1.5,128k");     borders of all sequences, into the options
- *     packed_balance b = packed_balance_of(&desc, window, borders, n);     pairs by rank of the ring and step
+ *     packed_balance b = packed_balance_of(&setting);     pairs by rank of the ring and step
  */
 #ifndef PLAN_PACKED_H
 #define PLAN_PACKED_H
@@ -153,19 +153,23 @@ static inline double packed_pairs(const upipe_plan_desc *d, const upipe_mask *ma
     return pairs;
 }
 
-/* packed_balance_of -- free() its steps */
-static inline packed_balance packed_balance_of(const upipe_plan_desc *d, int64_t window,
-                                               const int64_t *borders, int64_t n)
+/* packed_balance_of -- of a setting with packed documents; free() its steps */
+static inline packed_balance packed_balance_of(const setting *s)
 {
-    const upipe_mask mask = {
-        .causal = 1, .window = window, .borders = {.cu_seqlens = borders, .cu_seqlens_n = n}};
-    packed_balance b = {.ring = d->ring};
+    const llama_config *c = &s->layout->config;
+    const upipe_mask mask = {.causal = 1,
+                             .window = packed_window(c),
+                             .borders = {.cu_seqlens = s->borders, .cu_seqlens_n = s->borders_n}};
+    upipe_plan_desc d = method_desc(&s->how, c->heads, c->kv_heads);
+    packed_balance b = {.ring = d.ring};
     int rank, step;
-    b.step = (double *)estimate_memory((size_t)d->ring * (size_t)d->ring, sizeof *b.step);
+    d.tokens = s->tokens;
+    d.batch = s->batch;
+    b.step = (double *)estimate_memory((size_t)d.ring * (size_t)d.ring, sizeof *b.step);
     for (step = 0; step < b.ring; ++step) {
         double most = 0;
         for (rank = 0; rank < b.ring; ++rank) {
-            const double pairs = packed_pairs(d, &mask, rank, packed_block(d, rank, step));
+            const double pairs = packed_pairs(&d, &mask, rank, packed_block(&d, rank, step));
             b.step[step * b.ring + rank] = pairs;
             most = fmax(most, pairs);
             b.all += pairs;

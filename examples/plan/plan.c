@@ -49,7 +49,7 @@ static int plan_one(const job *j, const planner *p, files *all)
     n = planner_advice(p, &s, &e, help);
     report_verdict(j, p, &s, &e);
     if (s.borders != NULL) {
-        balance = planner_balance(&s);
+        balance = packed_balance_of(&s);
         report_documents(&s, &balance);
     }
     if (s.as.program == 0 && j->config.kv_rank == 0 && /* the paper has no latents */
@@ -102,16 +102,15 @@ static int plan_write_machine(job *j, files *all)
 
 static int plan(job *j, files *all)
 {
-    upipe_ops ops;
+    upipe_ops ops = {0};
     llama_layout layout;
     planner_watch watch = {0, cli_clock(NULL), j->o.progress ? 0 : 2};
-    planner p;
+    const planner p = {&j->machine, &ops, &watch};
     upipe_err e;
     upipe_status s;
     int status = plan_reserve(j, all);
     if (status == 0 && j->o.write_machine != NULL) status = plan_write_machine(j, all);
     if (status != 0 || j->o.model == NULL) return status;
-    memset(&ops, 0, sizeof ops);
     device_table(j->o.device, &ops);
     if (j->latent != NULL) {
         status = latent_plan(j, &ops, all);
@@ -119,9 +118,6 @@ static int plan(job *j, files *all)
     }
     s = llama_layout_trained(&layout, &j->config, j->o.train, j->o.lora, &e);
     if (s != UPIPE_OK) return cli_fail("%s", e.text), s == UPIPE_ERR_ARG ? EXIT_USAGE : EXIT_RUN;
-    p.m = &j->machine;
-    p.ops = &ops;
-    p.watch = &watch;
     j->s.layout = &layout;
     if (j->o.best)
         status = j->o.max_tokens ? longest_best(j, &p, all) : best(j, &p, all);
@@ -133,23 +129,13 @@ static int plan(job *j, files *all)
 
 int main(int argc, char **argv)
 {
-    job *j = (job *)calloc(1, sizeof *j);
-    files *all = (files *)calloc(1, sizeof *all);
+    static job j;
+    static files all;
     int status;
     cli_start();
-    if (j == NULL || all == NULL) {
-        cli_fail("out of memory");
-        status = EXIT_RUN;
-    } else {
-        status = options_read(j, argc, argv);
-        if (status != 0)
-            --status;
-        else
-            status = plan(j, all);
-        files_abandon(all);
-    }
-    if (j != NULL) free(j->o.borders);
-    free(j);
-    free(all);
+    status = options_read(&j, argc, argv);
+    status = status != 0 ? status - 1 : plan(&j, &all);
+    files_abandon(&all);
+    free(j.o.borders);
     return status;
 }

@@ -43,15 +43,6 @@ static void planner_estimate(const planner *p, const setting *s, estimate *e)
     planner_progress(p->watch);
 }
 
-/* planner_balance -- of a setting with packed documents that has been estimated; free() its steps */
-static packed_balance planner_balance(const setting *s)
-{
-    upipe_plan_desc d = method_desc(&s->how, s->layout->config.heads, s->layout->config.kv_heads);
-    d.tokens = s->tokens;
-    d.batch = s->batch;
-    return packed_balance_of(&d, packed_window(&s->layout->config), s->borders, s->borders_n);
-}
-
 /* ---- what would help ---- */
 
 enum { ADVICE_MAX = 24, ADVICE_TEXT = 96 };

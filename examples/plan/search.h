@@ -45,14 +45,13 @@ typedef struct search_pair {
 /* search_two -- 0; -1: refused */
 static int search_two(search_pair *two, const planner *p, const setting *s, int64_t tokens)
 {
-    setting other = *s;
+    setting twice = *s;
+    twice.tokens = 2 * tokens;
     two->s = *s;
     two->s.tokens = tokens;
-    other.tokens = 2 * tokens;
     planner_estimate(p, &two->s, &two->e[0]);
-    if (two->e[0].why[0] != '\0') return -1;
-    planner_estimate(p, &other, &two->e[1]);
-    return two->e[1].why[0] != '\0' ? -1 : 0;
+    if (two->e[0].why[0] == '\0') planner_estimate(p, &twice, &two->e[1]);
+    return two->e[0].why[0] != '\0' || two->e[1].why[0] != '\0' ? -1 : 0;
 }
 
 /* a at one length, b at the double; at `times` the length. */
@@ -107,9 +106,7 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
 
 static search_state search_begin(const job *j, const planner *p, const setting *start)
 {
-    search_state f;
-    memset(&f, 0, sizeof f);
-    f.j = j, f.p = p, f.start = f.nearest = *start;
+    search_state f = {.j = j, .p = p, .start = *start, .nearest = *start};
     f.all = (candidate *)estimate_memory(SEARCH_MAX, sizeof *f.all);
     return f;
 }
