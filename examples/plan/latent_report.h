@@ -17,20 +17,12 @@ static const char *latent_form_name(int gathers)
 /* A line's name: what it plans. */
 static void latent_label(const latent_row *row, const options *o)
 {
-    const char *const form = latent_form_name(row->form == UPIPE_LATENT_GATHERED);
-    char text[64];
+    char chunk[32] = "", text[64];
     if (row->method == METHOD_UPIPE)
-        snprintf(text, sizeof text, "upipe --chunk %d%s, %s", row->chunk, o->how.overlap ? " --overlap" : "",
-                 form);
-    else
-        snprintf(text, sizeof text, "ulysses, %s", form);
+        snprintf(chunk, sizeof chunk, " --chunk %d%s", row->chunk, o->how.overlap ? " --overlap" : "");
+    snprintf(text, sizeof text, "%s%s, %s", method_kinds[row->method].name, chunk,
+             latent_form_name(row->form == UPIPE_LATENT_GATHERED));
     printf("  %-36s", text);
-}
-
-static void latent_cell(double bytes, double unit)
-{
-    char text[32];
-    printf(" %11s %6.2f", report_bytes(text, bytes), bytes / unit);
 }
 
 static void latent_head(const job *j, const upipe_ops *ops, const latent_row *row)
@@ -74,6 +66,7 @@ static const struct {
 
 static void latent_text(const job *j, const upipe_ops *ops, const latent_row rows[LATENT_ROWS])
 {
+    char text[32];
     int table, row, k;
     latent_head(j, ops, &rows[0]);
     for (table = 0; table < LATENT_TABLES; ++table) {
@@ -83,9 +76,11 @@ static void latent_text(const job *j, const upipe_ops *ops, const latent_row row
         printf(table == 0 ? " %14s\n" : "\n", "numbers/token");
         for (row = 0; row < LATENT_ROWS; ++row) {
             latent_label(&rows[row], &j->o);
-            for (k = 0; k < LATENT_COLUMNS && columns[k] != NULL; ++k)
-                latent_cell(*(const double *)((const char *)&rows[row] + latent_tables[table].at[k]),
-                            rows[row].unit);
+            for (k = 0; k < LATENT_COLUMNS && columns[k] != NULL; ++k) {
+                const char *at = (const char *)&rows[row] + latent_tables[table].at[k];
+                const double bytes = *(const double *)at;
+                printf(" %11s %6.2f", report_bytes(text, bytes), bytes / rows[row].unit);
+            }
             printf(table == 0 ? " %14.0f\n" : "\n", rows[row].numbers);
         }
     }

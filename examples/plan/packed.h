@@ -61,7 +61,7 @@ static inline int packed_read(options *o, const char *text)
 {
     const int64_t total = o->tokens * o->batch;
     packed_source s = {0};
-    int64_t at = 0, n, capacity = 0, *more;
+    int64_t at = 0, n;
     int status = 0;
     upipe_err e;
     size_t bytes;
@@ -75,16 +75,8 @@ static inline int packed_read(options *o, const char *text)
             status =
                 cli_refuse("--documents: byte %zu of %s is 0, which is in no length", strlen(s.text), text);
     }
+    o->borders = (int64_t *)estimate_memory(PACKED_MAX + 2, sizeof *o->borders);
     for (o->borders_n = 0; status == 0 && at < total; ++o->borders_n) {
-        if (o->borders_n + 1 >= capacity) {
-            capacity = capacity * 2 + 1024;
-            more = (int64_t *)realloc(o->borders, (size_t)capacity * sizeof *more);
-            if (more == NULL) {
-                status = (cli_fail("out of memory: %lld documents", (long long)o->borders_n), 1 + EXIT_RUN);
-                break;
-            }
-            o->borders = more;
-        }
         n = packed_next(&s);
         if (o->borders_n == PACKED_MAX)
             status = cli_refuse("--documents: a step of more than %d documents is not planned", PACKED_MAX);
