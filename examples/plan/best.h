@@ -13,26 +13,24 @@ enum { BEST_SHORT = 1 << 18 }; /* tokens that are not extrapolated to */
 
 static int best_one(search_state *f, const setting *s)
 {
-    search_pair *two = (search_pair *)estimate_memory(1, sizeof *two);
-    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
+    search_pair two;
+    estimate e;
     int refused, gpu_ends = 0;
     if (s->tokens <= BEST_SHORT || s->as.program > 0) {
-        planner_estimate(f->p, s, e);
-        refused = e->why[0] != '\0';
+        planner_estimate(f->p, s, &e);
+        refused = e.why[0] != '\0';
     } else {
-        refused = search_two(two, f->p, s, s->tokens / 8);
-        if (!refused) search_at(e, two, f->p, s->tokens);
+        refused = search_two(&two, f->p, s, s->tokens / 8);
+        if (!refused) search_at(&e, &two, f->p, s->tokens);
     }
     if (refused) {
         ++f->refused;
-    } else if (!estimate_verdict(e, f->p->m).fits) {
-        gpu_ends = estimate_verdict(e, f->p->m).gpu_over > 0;
-        search_prune(f, s, e);
+    } else if (!estimate_verdict(&e, f->p->m).fits) {
+        gpu_ends = estimate_verdict(&e, f->p->m).gpu_over > 0;
+        search_prune(f, s, &e);
     } else {
-        search_keep(f, s, e);
+        search_keep(f, s, &e);
     }
-    free(two);
-    free(e);
     return gpu_ends;
 }
 
@@ -65,24 +63,6 @@ static candidate *best_winner(search_state *f, estimate *e)
         if (e->why[0] == '\0' && estimate_verdict(e, f->p->m).fits) return &f->all[i];
     }
     return NULL;
-}
-
-static void best_table(const search_state *f, const candidate *won)
-{
-    char flags[256], a[32], b[32], d[32];
-    int i, shown = 0;
-    search_counts(f);
-    if (f->n == 0) return;
-    printf("%10s %12s %12s %12s\n", "seconds", "GPU", "host, node", "link, rank");
-    for (i = 0; i < f->n; ++i) {
-        const candidate *c = &f->all[i];
-        if (shown >= SEARCH_SHOWN && !c->mark) continue;
-        ++shown;
-        printf("%10.2f %12s %12s %12s %s %s%s\n", c->seconds, report_bytes(a, c->gpu),
-               report_bytes(b, c->host), report_bytes(d, c->link), c->mark ? "*" : " ",
-               search_flags(flags, c), c == won ? "   <- confirmed" : "");
-    }
-    printf("\n* needs less of the GPU than all that are faster\n\n");
 }
 
 /* The fastest setting from a start, in f.all; NULL if none fits. */
@@ -120,14 +100,13 @@ static void best_here(const job *j, const planner *p, estimate *e)
 static int best(const job *j, const planner *p, files *all)
 {
     search_state f = search_begin(j, p, &j->s);
-    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
-    const candidate *won = best_search(&f, e);
+    estimate e;
+    const candidate *won = best_search(&f, &e);
     int status;
-    best_table(&f, won);
-    status = search_end(&f, won, e, all, 0);
-    if (j->s.as.program > 0) best_here(j, p, e);
+    search_table(&f, won);
+    status = search_end(&f, won, &e, all);
+    if (j->s.as.program > 0) best_here(j, p, &e);
     free(f.all);
-    free(e);
     return status;
 }
 

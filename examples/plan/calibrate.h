@@ -79,7 +79,7 @@ static int calibrate(machine *m, const char *path)
         /* a CPU's ranks share its cores */
         m->rate[k] = best[k] / (m->gpu > 0 || k == MACHINE_UPDATE ? 1 : m->ranks);
         if (!machine_rate_known(m->rate[k]))
-            return cli_fail("%s: %s would be %g, not in %g .. %g", path, machine_rate_names[k], m->rate[k],
+            return cli_fail("%s: %s would be %g, not in %g .. %g", path, machine_rates[k].name, m->rate[k],
                             MACHINE_RATE_MIN, MACHINE_RATE_MAX),
                    EXIT_USAGE;
         snprintf(m->origin[k], MACHINE_ORIGIN, "measured: %.100s", path);

@@ -94,12 +94,11 @@ static upipe_status exact_ranks(memory_plan *plans, model *all, const setting *s
 }
 
 /* A P2P ring with documents waits in each step for the rank that sees the most. */
-static void exact_packed(estimate *e, const model *m)
+static void exact_packed(estimate *e, const model *m, const setting *s)
 {
-    const upipe_plan_desc *d = &m->plan.desc;
     packed_balance b;
-    if (d->ring_mode != UPIPE_RING_P2P) return;
-    b = packed_balance_of(d, packed_window(&m->layout->config), m->borders, m->borders_n);
+    if (m->plan.desc.ring_mode != UPIPE_RING_P2P) return;
+    b = packed_balance_of(s);
     if (b.sum > 0) {
         e->work.attn_fwd *= b.apart / b.sum;
         e->work.attn_bwd *= b.apart / b.sum;
@@ -155,7 +154,7 @@ static void exact_estimate(estimate *e, const setting *s, const upipe_ops *ops, 
         exact_bytes(e, &plans[largest]);
         exact_work(e, &plans[slowest], &all[slowest], s);
         attention_slow(&e->work, s, m);
-        if (s->borders != NULL) exact_packed(e, &all[slowest]);
+        if (s->borders != NULL) exact_packed(e, &all[slowest], s);
         e->work.started = (double)(s->layout->config.layers * s->accumulate) * m->rate[MACHINE_LAYER];
         estimate_time(e, m, ranks, all[0].plan.desc.ranks);
     }

@@ -91,17 +91,15 @@ static inline upipe_status latent_layer(upipe_dry *dry, const latent_model *m, c
     const upipe_view x = upipe_view_packed(none, t, p->rows, 1, m->q_latent > 0 ? m->q_latent : m->dim),
                      dy = upipe_view_packed(none, t, p->rows, 1, m->dim);
     upipe_latent_kv own = *kv;
-    upipe_layer l;
-    upipe_grads g;
+    const upipe_layer l = {.plan = p,
+                           .mask.causal = 1,
+                           .wq = none,
+                           .wk = none,
+                           .wo = none,
+                           .rope_theta = 10000,
+                           .tile_rows = m->dim};
+    const upipe_grads g = {.wq = (float *)none, .wk = (float *)none, .wo = (float *)none};
     upipe_saved save;
-    memset(&l, 0, sizeof l);
-    memset(&g, 0, sizeof g);
-    l.plan = p;
-    l.mask.causal = 1;
-    l.wq = l.wk = l.wo = none;
-    l.rope_theta = 10000;
-    l.tile_rows = m->dim;
-    g.wq = g.wk = g.wo = (float *)none;
     own.c = upipe_view_packed(none, t, p->rows, 1, m->latent);
     own.kr = upipe_view_packed(none, t, p->rows, 1, m->rope);
     UPIPE_TRY(upipe_latent_layer_fwd(&dry->ctx, &l, &save, x, &own));
@@ -118,19 +116,12 @@ static inline upipe_status latent_rank(latent_row *row, const latent_model *m, c
 {
     const double e = (double)upipe_dtype_bytes(p->desc.dtype);
     double kv;
-    upipe_latent a;
-    upipe_latent_kv nothing; /* sends neither K and V nor a latent */
+    upipe_latent a = {.plan = p, .mask.causal = 1, .kv = {.c.d = m->latent, .kr.d = m->rope}};
+    const upipe_latent_kv nothing = {.form = UPIPE_LATENT_GATHERED}; /* sends neither K and V nor a latent */
     int64_t sent[2] = {0, 0};
     int door, i;
-    memset(&a, 0, sizeof a);
-    memset(&nothing, 0, sizeof nothing);
-    a.plan = p;
-    a.mask.causal = 1;
-    a.kv.c.d = m->latent;
-    a.kv.kr.d = m->rope;
     row->by_auto = upipe_latent_gathers(p, &a.kv);
     a.kv.form = row->form;
-    nothing.form = UPIPE_LATENT_GATHERED;
     kv = (double)(upipe_latent_sent(p, &a.kv, 0) - upipe_latent_sent(p, &nothing, 0));
     row->chunk = p->desc.chunk;
     row->stages = p->stages;

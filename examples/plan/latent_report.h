@@ -3,7 +3,6 @@
 #ifndef PLAN_LATENT_REPORT_H
 #define PLAN_LATENT_REPORT_H
 
-#include "../common/files.h"
 #include "report.h"
 
 enum { LATENT_ROWS = 4 };
@@ -18,20 +17,12 @@ static const char *latent_form_name(int gathers)
 /* A line's name: what it plans. */
 static void latent_label(const latent_row *row, const options *o)
 {
-    const char *const form = latent_form_name(row->form == UPIPE_LATENT_GATHERED);
-    char text[64];
+    char chunk[32] = "", text[64];
     if (row->method == METHOD_UPIPE)
-        snprintf(text, sizeof text, "upipe --chunk %d%s, %s", row->chunk, o->how.overlap ? " --overlap" : "",
-                 form);
-    else
-        snprintf(text, sizeof text, "ulysses, %s", form);
+        snprintf(chunk, sizeof chunk, " --chunk %d%s", row->chunk, o->how.overlap ? " --overlap" : "");
+    snprintf(text, sizeof text, "%s%s, %s", method_kinds[row->method].name, chunk,
+             latent_form_name(row->form == UPIPE_LATENT_GATHERED));
     printf("  %-36s", text);
-}
-
-static void latent_cell(double bytes, double unit)
-{
-    char text[32];
-    printf(" %11s %6.2f", report_bytes(text, bytes), bytes / unit);
 }
 
 static void latent_head(const job *j, const upipe_ops *ops, const latent_row *row)
@@ -53,83 +44,85 @@ static void latent_head(const job *j, const upipe_ops *ops, const latent_row *ro
         row->unit / (1 << 20));
 }
 
+/* The tables: a row's numbers in bytes. */
+enum { LATENT_TABLES = 2 + LATENT_DOORS, LATENT_COLUMNS = 3 };
+
+static const struct {
+    const char *title, *columns[LATENT_COLUMNS];
+    size_t at[LATENT_COLUMNS];
+} latent_tables[LATENT_TABLES] = {
+    {"sent by a rank",
+     {"forward", "backward", "K, V in each"},
+     {offsetof(latent_row, sent[0]), offsetof(latent_row, sent[1]), offsetof(latent_row, sent_kv)}},
+    {"held by a rank",
+     {"gathered latent", "K', V' of a stage"},
+     {offsetof(latent_row, latent), offsetof(latent_row, kv)}},
+    {"peak beside Q, O, c and kr",
+     {"forward", "backward"},
+     {offsetof(latent_row, peak[LATENT_Q_GIVEN][0]), offsetof(latent_row, peak[LATENT_Q_GIVEN][1])}},
+    {"peak beside xq, c and kr",
+     {"forward", "backward"},
+     {offsetof(latent_row, peak[LATENT_Q_STAGES][0]), offsetof(latent_row, peak[LATENT_Q_STAGES][1])}}};
+
 static void latent_text(const job *j, const upipe_ops *ops, const latent_row rows[LATENT_ROWS])
 {
-    static const char *const beside[LATENT_DOORS] = {"peak beside Q, O, c and kr",
-                                                     "peak beside xq, c and kr"};
-    const options *o = &j->o;
-    int i, door;
+    char text[32];
+    int table, row, k;
     latent_head(j, ops, &rows[0]);
-    printf("\n  %-36s %18s %18s %18s %14s\n", "sent by a rank", "forward", "backward", "K, V in each",
-           "numbers/token");
-    for (i = 0; i < LATENT_ROWS; ++i) {
-        latent_label(&rows[i], o);
-        latent_cell(rows[i].sent[0], rows[i].unit);
-        latent_cell(rows[i].sent[1], rows[i].unit);
-        latent_cell(rows[i].sent_kv, rows[i].unit);
-        printf(" %14.0f\n", rows[i].numbers);
-    }
-    printf("\n  %-36s %18s %18s\n", "held by a rank", "gathered latent", "K', V' of a stage");
-    for (i = 0; i < LATENT_ROWS; ++i) {
-        latent_label(&rows[i], o);
-        latent_cell(rows[i].latent, rows[i].unit);
-        latent_cell(rows[i].kv, rows[i].unit);
-        printf("\n");
-    }
-    for (door = 0; door < LATENT_DOORS; ++door) {
-        printf("\n  %-36s %18s %18s\n", beside[door], "forward", "backward");
-        for (i = 0; i < LATENT_ROWS; ++i) {
-            latent_label(&rows[i], o);
-            latent_cell(rows[i].peak[door][0], rows[i].unit);
-            latent_cell(rows[i].peak[door][1], rows[i].unit);
-            printf("\n");
+    for (table = 0; table < LATENT_TABLES; ++table) {
+        const char *const *columns = latent_tables[table].columns;
+        printf("\n  %-36s", latent_tables[table].title);
+        for (k = 0; k < LATENT_COLUMNS && columns[k] != NULL; ++k) printf(" %18s", columns[k]);
+        printf(table == 0 ? " %14s\n" : "\n", "numbers/token");
+        for (row = 0; row < LATENT_ROWS; ++row) {
+            latent_label(&rows[row], &j->o);
+            for (k = 0; k < LATENT_COLUMNS && columns[k] != NULL; ++k) {
+                const char *at = (const char *)&rows[row] + latent_tables[table].at[k];
+                const double bytes = *(const double *)at;
+                printf(" %11s %6.2f", report_bytes(text, bytes), bytes / rows[row].unit);
+            }
+            printf(table == 0 ? " %14.0f\n" : "\n", rows[row].numbers);
         }
     }
 }
 
-static void latent_json_row(FILE *f, const latent_row *row)
+static json_t *latent_json_row(const latent_row *row)
 {
+    json_t *one =
+        json_pack("{ss ss si si so so so so so}", "method", method_kinds[row->method].name, "form",
+                  latent_form_name(row->form == UPIPE_LATENT_GATHERED), "chunk", row->chunk, "stages",
+                  row->stages, "sent_forward_bytes", report_whole(row->sent[0]), "sent_backward_bytes",
+                  report_whole(row->sent[1]), "sent_kv_bytes", report_whole(row->sent_kv), "latent_bytes",
+                  report_whole(row->latent), "kv_stage_bytes", report_whole(row->kv));
     int door, i;
-    fprintf(f, "{\"method\": \"%s\", \"form\": \"%s\", \"chunk\": %d, \"stages\": %d,\n     ",
-            method_kinds[row->method].name, latent_form_name(row->form == UPIPE_LATENT_GATHERED), row->chunk,
-            row->stages);
-    fprintf(f, "\"sent_forward_bytes\": %.0f, \"sent_backward_bytes\": %.0f, \"sent_kv_bytes\": %.0f,\n     ",
-            row->sent[0], row->sent[1], row->sent_kv);
-    fprintf(f, "\"latent_bytes\": %.0f, \"kv_stage_bytes\": %.0f", row->latent, row->kv);
     for (door = 0; door < LATENT_DOORS; ++door) {
-        fprintf(f, ",\n     \"%s\": {\"forward_bytes\": %.0f, \"backward_bytes\": %.0f, \"phases\": {",
-                latent_door_names[door], row->peak[door][0], row->peak[door][1]);
+        json_t *phases = json_object();
         for (i = 0; i < (int)UPIPE_PHASES; ++i)
-            fprintf(f, "%s\"%s\": %.0f", i > 0 ? ", " : "", upipe_phase_name(i), row->phase[door][i]);
-        fputs("}}", f);
+            report_set(phases, upipe_phase_name(i), report_whole(row->phase[door][i]));
+        report_set(one, latent_door_names[door],
+                   json_pack("{so so so}", "forward_bytes", report_whole(row->peak[door][0]),
+                             "backward_bytes", report_whole(row->peak[door][1]), "phases", phases));
     }
-    fputs("}", f);
+    return one;
 }
 
-static void latent_json(FILE *f, const job *j, const latent_row rows[LATENT_ROWS])
+static json_t *latent_json(const latent_model *m, const latent_row rows[LATENT_ROWS])
 {
-    const latent_model *m = j->latent;
+    json_t *all = json_array();
     int i;
-    fprintf(f, "{\n  \"attention_of\": \"%s\",\n  \"layers\": %d,\n  \"unit_bytes\": %.0f,\n  ", m->name,
-            m->layers, rows[0].unit);
-    fprintf(f, "\"auto\": \"%s\",\n  \"rows\": [", latent_form_name(rows[0].by_auto));
-    for (i = 0; i < LATENT_ROWS; ++i) {
-        fputs(i > 0 ? ",\n    " : "\n    ", f);
-        latent_json_row(f, &rows[i]);
-    }
-    fputs("\n  ]\n}\n", f);
+    for (i = 0; i < LATENT_ROWS; ++i) report_append(all, latent_json_row(&rows[i]));
+    return json_pack("{ss si so ss so}", "attention_of", m->name, "layers", m->layers, "unit_bytes",
+                     report_whole(rows[0].unit), "auto", latent_form_name(rows[0].by_auto), "rows", all);
 }
 
 /* latent_plan -- counted and said; the exit status */
 static int latent_plan(const job *j, const upipe_ops *ops, files *all)
 {
-    latent_row rows[LATENT_ROWS];
+    latent_row rows[LATENT_ROWS] = {{0}};
     upipe_dry *dry = (upipe_dry *)estimate_memory(1, sizeof *dry);
     upipe_status s = UPIPE_OK;
     upipe_err e;
-    FILE *f;
     int i;
-    memset(rows, 0, sizeof rows);
     for (i = 0; i < LATENT_ROWS && s == UPIPE_OK; ++i) {
         rows[i].method = i < 2 ? METHOD_ULYSSES : METHOD_UPIPE;
         rows[i].form = i % 2 == 0 ? UPIPE_LATENT_HEADS : UPIPE_LATENT_GATHERED;
@@ -138,11 +131,7 @@ static int latent_plan(const job *j, const upipe_ops *ops, files *all)
     free(dry);
     if (s != UPIPE_OK) return cli_fail("%s%s", cli_status(s), e.text), EXIT_USAGE;
     latent_text(j, ops, rows);
-    if (j->o.json == NULL) return 0;
-    files_begin(all);
-    f = files_open(all, j->o.json);
-    if (f != NULL) latent_json(f, j, rows);
-    return f == NULL || files_close(all, f) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
+    return j->o.json != NULL ? report_write(all, j->o.json, latent_json(j->latent, rows)) : 0;
 }
 
 #endif

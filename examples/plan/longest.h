@@ -29,35 +29,30 @@ static int64_t longest_lines(const search_pair *two, const planner *p, int64_t s
 static int longest_one(search_state *f, const setting *s)
 {
     const int64_t step = planner_step(s);
+    setting other = *s;
     int64_t at = 16 * step, tokens = 0;
-    search_pair *two = (search_pair *)estimate_memory(1, sizeof *two);
-    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
-    int gpu_ends = 0, refused = search_two(two, f->p, s, at) != 0;
-    if (!refused) tokens = longest_lines(two, f->p, step, e);
+    search_pair two;
+    estimate e;
+    int refused = search_two(&two, f->p, s, at) != 0;
+    if (!refused) tokens = longest_lines(&two, f->p, step, &e);
     if (!refused && tokens / 8 > at) { /* closer to the answer */
         at = tokens / 8 / step * step;
-        refused = search_two(two, f->p, s, at) != 0;
-        if (!refused) tokens = longest_lines(two, f->p, step, e);
+        refused = search_two(&two, f->p, s, at) != 0;
+        if (!refused) tokens = longest_lines(&two, f->p, step, &e);
     }
     if (refused) {
         ++f->refused;
-    } else if (tokens == 0) {
-        setting shortest = *s;
-        shortest.tokens = step;
-        search_at(e, two, f->p, step);
-        search_prune(f, &shortest, e);
+        return 0;
+    }
+    other.tokens = tokens > 0 ? tokens : step;
+    if (tokens > 0) {
+        search_keep(f, &other, &e);
     } else {
-        setting most = *s;
-        most.tokens = tokens;
-        search_keep(f, &most, e);
+        search_at(&e, &two, f->p, step);
+        search_prune(f, &other, &e);
     }
-    if (!refused) {
-        search_at(e, two, f->p, tokens + step);
-        gpu_ends = estimate_verdict(e, f->p->m).gpu_over > 0;
-    }
-    free(two);
-    free(e);
-    return gpu_ends;
+    search_at(&e, &two, f->p, tokens + step);
+    return estimate_verdict(&e, f->p->m).gpu_over > 0;
 }
 
 static int longest_order(const void *x, const void *y)
@@ -91,39 +86,20 @@ static void longest_confirm(search_state *f, estimate *e)
     qsort(f->all, (size_t)f->n, sizeof *f->all, longest_order);
 }
 
-static void longest_table(const search_state *f)
-{
-    char flags[256], a[32], b[32], d[32];
-    int i, shown = 0;
-    search_counts(f);
-    if (f->n == 0) return;
-    printf("%12s %12s %12s %12s %12s\n", "tokens", "GPU", "host, node", "link, rank", "seconds");
-    for (i = 0; i < f->n; ++i) {
-        const candidate *c = &f->all[i];
-        if (shown >= SEARCH_SHOWN && !c->mark) continue;
-        ++shown;
-        printf("%11.3fM %12s %12s %12s %12.2f %s %s\n", (double)c->s.tokens / (1 << 20),
-               report_bytes(a, c->gpu), report_bytes(b, c->host), report_bytes(d, c->link), c->seconds,
-               c->mark ? "*" : " ", search_flags(flags, c));
-    }
-    printf("\n* the longest of its method, confirmed by full dry runs\n\n");
-}
-
 /* longest_best -- the exit status */
 static int longest_best(const job *j, const planner *p, files *all)
 {
     search_state f = search_begin(j, p, &j->s);
-    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
+    estimate e;
     const candidate *won = NULL;
     int status, i;
     search_all(&f, 0, longest_one); /* overlap never needs less */
-    longest_confirm(&f, e);
-    longest_table(&f);
+    longest_confirm(&f, &e);
+    search_table(&f, NULL);
     for (i = 0; i < f.n && won == NULL; ++i)
         if (f.all[i].mark) won = &f.all[i];
-    status = search_end(&f, won, e, all, 1);
+    status = search_end(&f, won, &e, all);
     free(f.all);
-    free(e);
     return status;
 }
 

@@ -47,22 +47,6 @@ enum {
     MACHINE_RATES
 };
 
-static const char *const machine_rate_names[MACHINE_RATES] = {"attention_forward_flops",
-                                                              "attention_backward_flops",
-                                                              "dense_flops",
-                                                              "all_to_all_bytes",
-                                                              "all_to_all_bytes_nodes",
-                                                              "ring_bytes",
-                                                              "ring_bytes_nodes",
-                                                              "host_link_bytes",
-                                                              "segments_link_bytes",
-                                                              "ring_merge_bytes",
-                                                              "stage_seconds",
-                                                              "layer_seconds",
-                                                              "wait_part",
-                                                              "native_ring_attention_part",
-                                                              "host_update_bytes"};
-
 enum { MACHINE_ORIGIN = 128 };
 
 typedef struct machine {
@@ -86,23 +70,25 @@ typedef struct machine {
  * Llama3-8B on 8 GPUs (throughput, runtime, batch, SAO, SAC: 104 cells), as bench/paper.py makes it; they hold all that
  * a training of its time lost. */
 static const struct {
+    const char *name;
     double value;
     const char *origin;
-} machine_h100[MACHINE_RATES] = {{690e12, MACHINE_FIT " (its runtime table: 651 to 713e12)"},
-                                 {604e12, MACHINE_FIT " (its runtime table: 586 to 613e12)"},
-                                 {462e12, MACHINE_FIT},
-                                 {81e9, MACHINE_FIT},
-                                 {50e9, MACHINE_LINK},
-                                 {300e9, "of 450 GB/s of NVLink one way, assumed"},
-                                 {50e9, MACHINE_LINK},
-                                 {28.4e9, MACHINE_FIT ": with and without activations on the host"},
-                                 {5.28e9, MACHINE_FIT ": FPDT's"},
-                                 {375e9, MACHINE_FIT ": those of Ring"},
-                                 {0.41e-3, MACHINE_FIT ": UPipe's against Ulysses'"},
-                                 {9.7e-3, MACHINE_FIT},
-                                 {0.011, MACHINE_FIT ": all-to-all beyond 512K"},
-                                 {0.508, MACHINE_FIT ": those of Native PyTorch"},
-                                 {200e9, "of a node, assumed; --calibrate measures"}};
+} machine_rates[MACHINE_RATES] = {
+    {"attention_forward_flops", 690e12, MACHINE_FIT " (its runtime table: 651 to 713e12)"},
+    {"attention_backward_flops", 604e12, MACHINE_FIT " (its runtime table: 586 to 613e12)"},
+    {"dense_flops", 462e12, MACHINE_FIT},
+    {"all_to_all_bytes", 81e9, MACHINE_FIT},
+    {"all_to_all_bytes_nodes", 50e9, MACHINE_LINK},
+    {"ring_bytes", 300e9, "of 450 GB/s of NVLink one way, assumed"},
+    {"ring_bytes_nodes", 50e9, MACHINE_LINK},
+    {"host_link_bytes", 28.4e9, MACHINE_FIT ": with and without activations on the host"},
+    {"segments_link_bytes", 5.28e9, MACHINE_FIT ": FPDT's"},
+    {"ring_merge_bytes", 375e9, MACHINE_FIT ": those of Ring"},
+    {"stage_seconds", 0.41e-3, MACHINE_FIT ": UPipe's against Ulysses'"},
+    {"layer_seconds", 9.7e-3, MACHINE_FIT},
+    {"wait_part", 0.011, MACHINE_FIT ": all-to-all beyond 512K"},
+    {"native_ring_attention_part", 0.508, MACHINE_FIT ": those of Native PyTorch"},
+    {"host_update_bytes", 200e9, "of a node, assumed; --calibrate measures"}};
 
 #define MACHINE_SHEET "h100x8's, by the ratio of the data sheets' dense bf16 rates, links or memory"
 
@@ -168,54 +154,9 @@ static inline int machine_preset(machine *m, const char *name)
                               : k == MACHINE_MERGE || k == MACHINE_UPDATE  ? machine_cards[i].memory
                               : k < MACHINE_MERGE                          ? machine_cards[i].link
                                                                            : 1;
-        m->rate[k] = machine_h100[k].value * factor;
+        m->rate[k] = machine_rates[k].value * factor;
         snprintf(m->origin[k], MACHINE_ORIGIN, "%s",
-                 machine_cards[i].why != NULL && !own ? machine_cards[i].why : machine_h100[k].origin);
-    }
-    return 0;
-}
-
-static inline int machine_size(const char *path, const json_t *root, const char *key, int64_t *out)
-{
-    const json_t *j = json_object_get(root, key);
-    if (j == NULL) return 0;
-    if (json_is_string(j) && number_bytes(json_string_value(j), out) == 0) return 0;
-    return cli_refuse("%s: %s wants a size with its unit, like \"80GiB\"", path, key);
-}
-
-static inline int machine_count(const char *path, const json_t *root, const char *key, int *out)
-{
-    const json_t *j = json_object_get(root, key);
-    if (j == NULL) return 0;
-    if (json_is_integer(j) && json_integer_value(j) >= 1 && json_integer_value(j) <= UPIPE_THREADS_MAX) {
-        *out = (int)json_integer_value(j);
-        return 0;
-    }
-    return cli_refuse("%s: %s wants a whole number from 1 to %d", path, key, UPIPE_THREADS_MAX);
-}
-
-/* A string; *out stays as it is where there is none. */
-static inline int machine_text(const char *path, const json_t *root, const char *key, const char **out)
-{
-    const json_t *j = json_object_get(root, key);
-    if (j == NULL) return 0;
-    if (!json_is_string(j)) return cli_refuse("%s: %s is no string", path, key);
-    *out = json_string_value(j);
-    return 0;
-}
-
-/* Whether an object has other keys than these; `where` has them. */
-static inline int machine_keys(const char *path, json_t *root, const char *const *known, size_t n,
-                               const char *where)
-{
-    const char *key;
-    json_t *j;
-    size_t i;
-    json_object_foreach(root, key, j)
-    {
-        for (i = 0; i < n && strcmp(known[i], key) != 0; ++i) {
-        }
-        if (i == n) return cli_refuse("%s: there is no %s in %s", path, key, where);
+                 machine_cards[i].why != NULL && !own ? machine_cards[i].why : machine_rates[k].origin);
     }
     return 0;
 }
@@ -225,52 +166,74 @@ static inline int machine_rate_known(double rate)
     return rate >= MACHINE_RATE_MIN && rate <= MACHINE_RATE_MAX;
 }
 
-static inline int machine_rates(machine *m, const char *path, json_t *rates)
+static inline int machine_rate(machine *m, const char *path, const char *name, json_t *rate)
 {
-    static const char *const known[] = {"value", "origin"};
+    const json_t *value = json_is_object(rate) ? json_object_get(rate, "value") : rate,
+                 *origin = json_object_get(rate, "origin");
     const char *key;
-    json_t *j;
-    json_object_foreach(rates, key, j)
+    json_t *other;
+    int k = 0;
+    while (k < MACHINE_RATES && strcmp(name, machine_rates[k].name) != 0) ++k;
+    if (k == MACHINE_RATES) return cli_refuse("%s: there is no rate %s", path, name);
+    json_object_foreach(rate, key, other) /* none in a number */
     {
-        const json_t *value = json_is_object(j) ? json_object_get(j, "value") : j;
-        const char *origin = path;
-        int k = 0, status;
-        while (k < MACHINE_RATES && strcmp(key, machine_rate_names[k]) != 0) ++k;
-        if (k == MACHINE_RATES) return cli_refuse("%s: there is no rate %s", path, key);
-        if (json_is_object(j) && ((status = machine_keys(path, j, known, 2, "a rate")) != 0 ||
-                                  (status = machine_text(path, j, "origin", &origin)) != 0))
-            return status;
-        if (!json_is_number(value) || !machine_rate_known(json_number_value(value)))
-            return cli_refuse("%s: %s wants a number from %g to %g", path, key, MACHINE_RATE_MIN,
-                              MACHINE_RATE_MAX);
-        m->rate[k] = json_number_value(value);
-        snprintf(m->origin[k], MACHINE_ORIGIN, "%s", origin);
+        if (other != value && other != origin) return cli_refuse("%s: there is no %s in a rate", path, key);
+    }
+    if (origin != NULL && !json_is_string(origin)) return cli_refuse("%s: origin is no string", path);
+    if (!json_is_number(value) || !machine_rate_known(json_number_value(value)))
+        return cli_refuse("%s: %s wants a number from %g to %g", path, name, MACHINE_RATE_MIN,
+                          MACHINE_RATE_MAX);
+    m->rate[k] = json_number_value(value);
+    snprintf(m->origin[k], MACHINE_ORIGIN, "%s", origin != NULL ? json_string_value(origin) : path);
+    return 0;
+}
+
+/* A key of a machine file; "base" and "name" have been taken if they are strings. */
+static inline int machine_key(machine *m, const char *path, const char *key, json_t *j)
+{
+    const struct {
+        const char *key;
+        int *count;
+        int64_t *bytes;
+    } known[] = {{"name", NULL, NULL},           {"base", NULL, NULL},
+                 {"ranks", &m->ranks, NULL},     {"ranks_per_node", &m->ranks_node, NULL},
+                 {"gpu_memory", NULL, &m->gpu},  {"gpu_reserve", NULL, &m->reserve},
+                 {"host_memory", NULL, &m->host}};
+    size_t i = 0;
+    while (i < sizeof known / sizeof *known && strcmp(known[i].key, key) != 0) ++i;
+    if (i == sizeof known / sizeof *known)
+        return cli_refuse("%s: there is no %s in a machine file", path, key);
+    if (known[i].count != NULL) {
+        if (!json_is_integer(j) || json_integer_value(j) < 1 || json_integer_value(j) > UPIPE_THREADS_MAX)
+            return cli_refuse("%s: %s wants a whole number from 1 to %d", path, key, UPIPE_THREADS_MAX);
+        *known[i].count = (int)json_integer_value(j);
+    } else if (known[i].bytes != NULL) {
+        if (!json_is_string(j) || number_bytes(json_string_value(j), known[i].bytes) != 0)
+            return cli_refuse("%s: %s wants a size with its unit, like \"80GiB\"", path, key);
+    } else if (!json_is_string(j)) {
+        return cli_refuse("%s: %s is no string", path, key);
     }
     return 0;
 }
 
 static inline int machine_read(machine *m, const char *path, json_t *root)
 {
-    static const char *const known[] = {"name",       "base",        "ranks",       "ranks_per_node",
-                                        "gpu_memory", "gpu_reserve", "host_memory", "rates"};
-    const char *base = "h100x8", *name = path;
-    json_t *rates = json_object_get(root, "rates");
-    int status;
-    if ((status = machine_keys(path, root, known, sizeof known / sizeof *known, "a machine file")) != 0 ||
-        (status = machine_text(path, root, "base", &base)) != 0 ||
-        (status = machine_text(path, root, "name", &name)) != 0)
-        return status;
-    status = machine_preset(m, base);
+    json_t *rates = json_object_get(root, "rates"), *j;
+    const char *base = json_string_value(json_object_get(root, "base")),
+               *name = json_string_value(json_object_get(root, "name")), *key;
+    int status = machine_preset(m, base != NULL ? base : "h100x8");
     if (status != 0) return status > 0 ? status : cli_refuse("%s: base %s is no preset", path, base);
-    snprintf(m->name, sizeof m->name, "%s", name);
-    if ((status = machine_count(path, root, "ranks", &m->ranks)) != 0 ||
-        (status = machine_count(path, root, "ranks_per_node", &m->ranks_node)) != 0 ||
-        (status = machine_size(path, root, "gpu_memory", &m->gpu)) != 0 ||
-        (status = machine_size(path, root, "gpu_reserve", &m->reserve)) != 0 ||
-        (status = machine_size(path, root, "host_memory", &m->host)) != 0)
-        return status;
+    snprintf(m->name, sizeof m->name, "%s", name != NULL ? name : path);
+    json_object_foreach(root, key, j)
+    {
+        if (j != rates && (status = machine_key(m, path, key, j)) != 0) return status;
+    }
     if (rates != NULL && !json_is_object(rates)) return cli_refuse("%s: rates is no object", path);
-    return rates != NULL ? machine_rates(m, path, rates) : 0;
+    json_object_foreach(rates, key, j)
+    {
+        if ((status = machine_rate(m, path, key, j)) != 0) return status;
+    }
+    return 0;
 }
 
 /* What is wrong with a file that a flag names: as a flag's reader. That it cannot be read, or that memory is out, is no
@@ -328,7 +291,7 @@ static inline void machine_write(FILE *f, const machine *m)
     fprintf(f, "  \"gpu_reserve\": \"%lldB\",\n  \"host_memory\": \"%lldB\",\n  \"rates\": {",
             (long long)m->reserve, (long long)m->host);
     for (k = 0; k < MACHINE_RATES; ++k) {
-        fprintf(f, "%s\n    \"%s\": {\"value\": %.6g, \"origin\": ", k > 0 ? "," : "", machine_rate_names[k],
+        fprintf(f, "%s\n    \"%s\": {\"value\": %.6g, \"origin\": ", k > 0 ? "," : "", machine_rates[k].name,
                 m->rate[k]);
         json_quote(f, m->origin[k]);
         fputs("}", f);

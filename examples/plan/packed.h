@@ -2,7 +2,7 @@
  * that attention sees
  *
  *     status = packed_read(&o, "lognormal:2k,1.5,128k");     borders of all sequences, into the options
- *     packed_balance b = packed_balance_of(&desc, window, borders, n);     pairs by rank of the ring and step
+ *     packed_balance b = packed_balance_of(&setting);     pairs by rank of the ring and step
  */
 #ifndef PLAN_PACKED_H
 #define PLAN_PACKED_H
@@ -60,13 +60,11 @@ static inline int64_t packed_next(packed_source *s)
 static inline int packed_read(options *o, const char *text)
 {
     const int64_t total = o->tokens * o->batch;
-    packed_source s;
-    int64_t at = 0, n, capacity = 0, *more;
+    packed_source s = {0};
+    int64_t at = 0, n;
     int status = 0;
     upipe_err e;
     size_t bytes;
-    memset(&s, 0, sizeof s);
-    memset(&e, 0, sizeof e);
     if (strncmp(text, "lognormal:", 10) == 0) {
         status = packed_lognormal(&s, text);
     } else {
@@ -77,16 +75,8 @@ static inline int packed_read(options *o, const char *text)
             status =
                 cli_refuse("--documents: byte %zu of %s is 0, which is in no length", strlen(s.text), text);
     }
+    o->borders = (int64_t *)estimate_memory(PACKED_MAX + 2, sizeof *o->borders);
     for (o->borders_n = 0; status == 0 && at < total; ++o->borders_n) {
-        if (o->borders_n + 1 >= capacity) {
-            capacity = capacity * 2 + 1024;
-            more = (int64_t *)realloc(o->borders, (size_t)capacity * sizeof *more);
-            if (more == NULL) {
-                status = (cli_fail("out of memory: %lld documents", (long long)o->borders_n), 1 + EXIT_RUN);
-                break;
-            }
-            o->borders = more;
-        }
         n = packed_next(&s);
         if (o->borders_n == PACKED_MAX)
             status = cli_refuse("--documents: a step of more than %d documents is not planned", PACKED_MAX);
@@ -122,11 +112,8 @@ static inline int64_t packed_window(const llama_config *c)
 /* Pairs of sequences that are one document each. */
 static inline double packed_one(const setting *s)
 {
-    upipe_attn a;
-    memset(&a, 0, sizeof a);
-    a.mask.causal = 1;
-    a.mask.window = packed_window(&s->layout->config);
-    a.q.n = a.k.n = s->tokens;
+    const upipe_mask mask = {.causal = 1, .window = packed_window(&s->layout->config)};
+    const upipe_attn a = {.mask = mask, .q.n = s->tokens, .k.n = s->tokens};
     return (double)s->batch * upipe_attn_pairs(&a);
 }
 
@@ -143,12 +130,9 @@ static inline double packed_pairs(const upipe_plan_desc *d, const upipe_mask *ma
     const upipe_shard q = upipe_shard_ring(d->layout, d->tokens, d->ring, rank),
                       k = upipe_shard_ring(d->layout, d->tokens, d->ring, block);
     double pairs = 0;
-    upipe_attn a;
+    upipe_attn a = {.mask = *mask, .pos_step = q.step};
     int64_t b;
     int i, j;
-    memset(&a, 0, sizeof a);
-    a.mask = *mask;
-    a.pos_step = q.step;
     for (b = 0; b < d->batch; ++b)
         for (i = 0; i < q.pieces; ++i)
             for (j = 0; j < k.pieces; ++j) {
@@ -161,25 +145,23 @@ static inline double packed_pairs(const upipe_plan_desc *d, const upipe_mask *ma
     return pairs;
 }
 
-/* packed_balance_of -- free() its steps */
-static inline packed_balance packed_balance_of(const upipe_plan_desc *d, int64_t window,
-                                               const int64_t *borders, int64_t n)
+/* packed_balance_of -- of a setting with packed documents; free() its steps */
+static inline packed_balance packed_balance_of(const setting *s)
 {
-    packed_balance b;
-    upipe_mask mask;
+    const llama_config *c = &s->layout->config;
+    const upipe_mask mask = {.causal = 1,
+                             .window = packed_window(c),
+                             .borders = {.cu_seqlens = s->borders, .cu_seqlens_n = s->borders_n}};
+    upipe_plan_desc d = method_desc(&s->how, c->heads, c->kv_heads);
+    packed_balance b = {.ring = d.ring};
     int rank, step;
-    memset(&b, 0, sizeof b);
-    memset(&mask, 0, sizeof mask);
-    mask.causal = 1;
-    mask.window = window;
-    mask.borders.cu_seqlens = borders;
-    mask.borders.cu_seqlens_n = n;
-    b.ring = d->ring;
-    b.step = (double *)estimate_memory((size_t)d->ring * (size_t)d->ring, sizeof *b.step);
+    d.tokens = s->tokens;
+    d.batch = s->batch;
+    b.step = (double *)estimate_memory((size_t)d.ring * (size_t)d.ring, sizeof *b.step);
     for (step = 0; step < b.ring; ++step) {
         double most = 0;
         for (rank = 0; rank < b.ring; ++rank) {
-            const double pairs = packed_pairs(d, &mask, rank, packed_block(d, rank, step));
+            const double pairs = packed_pairs(&d, &mask, rank, packed_block(&d, rank, step));
             b.step[step * b.ring + rank] = pairs;
             most = fmax(most, pairs);
             b.all += pairs;

@@ -9,7 +9,6 @@
  */
 #define PROGRAM "upipe-plan"
 
-#include "../common/files.h"
 #include "../train/model/lora_flag.h"
 #include "best.h"
 #include "calibrate.h"
@@ -33,30 +32,24 @@ static void plan_longest(const planner *p, setting s, int64_t longest, estimate 
 /* One setting, or the longest sequence of one. */
 static int plan_one(const job *j, const planner *p, files *all)
 {
-    estimate *e = (estimate *)estimate_memory(1, sizeof *e);
+    estimate e;
     advice_item help[ADVICE_MAX];
     setting s = j->s;
     int64_t longest = -1;
-    packed_balance balance;
+    packed_balance balance = {0};
     int n = 0, fits, status = 0;
-    FILE *f;
-    memset(&balance, 0, sizeof balance);
     if (j->o.max_tokens) {
-        longest = planner_longest(p, &s, planner_step(&s), e);
+        longest = planner_longest(p, &s, planner_step(&s), &e);
         s.tokens = longest > 0 ? longest : planner_step(&s);
     } else {
-        planner_estimate(p, &s, e);
+        planner_estimate(p, &s, &e);
     }
-    if (e->why[0] != '\0') {
-        cli_fail("%s", e->why);
-        free(e);
-        return EXIT_USAGE;
-    }
-    fits = estimate_verdict(e, p->m).fits;
-    n = planner_advice(p, &s, e, help);
-    report_verdict(j, p, &s, e);
+    if (e.why[0] != '\0') return cli_fail("%s", e.why), EXIT_USAGE;
+    fits = estimate_verdict(&e, p->m).fits;
+    n = planner_advice(p, &s, &e, help);
+    report_verdict(j, p, &s, &e);
     if (s.borders != NULL) {
-        balance = planner_balance(&s);
+        balance = packed_balance_of(&s);
         report_documents(&s, &balance);
     }
     if (s.as.program == 0 && j->config.kv_rank == 0 && /* the paper has no latents */
@@ -64,14 +57,13 @@ static int plan_one(const job *j, const planner *p, files *all)
         report_block(p, &s);
     report_advice(help, n);
     if (j->o.json != NULL) {
-        files_begin(all);
-        f = files_open(all, j->o.json);
-        if (f != NULL) report_json(f, p, &s, e, help, n, longest, &balance);
-        status = f == NULL || files_close(all, f) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
+        json_t *root = report_json(p, &s, &e, fits, help, n);
+        if (longest >= 0) report_set(root, "max_tokens", json_integer(longest));
+        if (balance.step != NULL) report_set(root, "documents", report_json_documents(&s, &balance));
+        status = report_write(all, j->o.json, root);
     }
-    if (longest > 0) plan_longest(p, s, longest, e);
+    if (longest > 0) plan_longest(p, s, longest, &e);
     free(balance.step);
-    free(e);
     return status != 0 ? status : fits ? 0 : EXIT_NO_FIT;
 }
 
@@ -110,16 +102,15 @@ static int plan_write_machine(job *j, files *all)
 
 static int plan(job *j, files *all)
 {
-    upipe_ops ops;
+    upipe_ops ops = {0};
     llama_layout layout;
     planner_watch watch = {0, cli_clock(NULL), j->o.progress ? 0 : 2};
-    planner p;
+    const planner p = {&j->machine, &ops, &watch};
     upipe_err e;
     upipe_status s;
     int status = plan_reserve(j, all);
     if (status == 0 && j->o.write_machine != NULL) status = plan_write_machine(j, all);
     if (status != 0 || j->o.model == NULL) return status;
-    memset(&ops, 0, sizeof ops);
     device_table(j->o.device, &ops);
     if (j->latent != NULL) {
         status = latent_plan(j, &ops, all);
@@ -127,9 +118,6 @@ static int plan(job *j, files *all)
     }
     s = llama_layout_trained(&layout, &j->config, j->o.train, j->o.lora, &e);
     if (s != UPIPE_OK) return cli_fail("%s", e.text), s == UPIPE_ERR_ARG ? EXIT_USAGE : EXIT_RUN;
-    p.m = &j->machine;
-    p.ops = &ops;
-    p.watch = &watch;
     j->s.layout = &layout;
     if (j->o.best)
         status = j->o.max_tokens ? longest_best(j, &p, all) : best(j, &p, all);
@@ -141,23 +129,13 @@ static int plan(job *j, files *all)
 
 int main(int argc, char **argv)
 {
-    job *j = (job *)calloc(1, sizeof *j);
-    files *all = (files *)calloc(1, sizeof *all);
+    static job j;
+    static files all;
     int status;
     cli_start();
-    if (j == NULL || all == NULL) {
-        cli_fail("out of memory");
-        status = EXIT_RUN;
-    } else {
-        status = options_read(j, argc, argv);
-        if (status != 0)
-            --status;
-        else
-            status = plan(j, all);
-        files_abandon(all);
-    }
-    if (j != NULL) free(j->o.borders);
-    free(j);
-    free(all);
+    status = options_read(&j, argc, argv);
+    status = status != 0 ? status - 1 : plan(&j, &all);
+    files_abandon(&all);
+    free(j.o.borders);
     return status;
 }

@@ -43,15 +43,6 @@ static void planner_estimate(const planner *p, const setting *s, estimate *e)
     planner_progress(p->watch);
 }
 
-/* planner_balance -- of a setting with packed documents that has been estimated; free() its steps */
-static packed_balance planner_balance(const setting *s)
-{
-    upipe_plan_desc d = method_desc(&s->how, s->layout->config.heads, s->layout->config.kv_heads);
-    d.tokens = s->tokens;
-    d.batch = s->batch;
-    return packed_balance_of(&d, packed_window(&s->layout->config), s->borders, s->borders_n);
-}
-
 /* ---- what would help ---- */
 
 enum { ADVICE_MAX = 24, ADVICE_TEXT = 96 };
@@ -72,28 +63,28 @@ typedef struct advisor {
 } advisor;
 
 /* Notes what another setting would save, if it saves something of what there is too little of. */
-static void advisor_try(advisor *a, const char *flags, const setting *s)
+__attribute__((format(printf, 3, 4))) static void advisor_try(advisor *a, const setting *s, const char *flags,
+                                                              ...)
 {
-    estimate *e;
     const verdict v = estimate_verdict(a->now, a->p->m);
+    const int gpu = v.fits ? strcmp(v.binding, "gpu") == 0 : v.gpu_over > 0;
     advice_item *one = &a->out[a->n];
+    estimate e;
+    va_list args;
     if (a->n == ADVICE_MAX) return;
-    e = (estimate *)estimate_memory(1, sizeof *e);
-    planner_estimate(a->p, s, e);
-    if (e->why[0] == '\0') {
-        snprintf(one->flags, ADVICE_TEXT, "%s", flags);
-        one->gpu = a->now->gpu - e->gpu;
-        one->host = a->now->host - e->host;
-        one->seconds = e->seconds - a->now->seconds;
-        one->link = estimate_link(e) - estimate_link(a->now);
-        one->fits = estimate_verdict(e, a->p->m).fits;
-        one->place = a->n;
-        /* where it does not fit, less of what is missing; where it does, less of what is the fullest */
-        if (v.fits ? (strcmp(v.binding, "gpu") == 0 ? one->gpu : one->host) > 0
-                   : (v.gpu_over > 0 ? one->gpu : one->host) > 0)
-            ++a->n;
-    }
-    free(e);
+    planner_estimate(a->p, s, &e);
+    if (e.why[0] != '\0') return;
+    va_start(args, flags);
+    vsnprintf(one->flags, ADVICE_TEXT, flags, args);
+    va_end(args);
+    one->gpu = a->now->gpu - e.gpu;
+    one->host = a->now->host - e.host;
+    one->seconds = e.seconds - a->now->seconds;
+    one->link = estimate_link(&e) - estimate_link(a->now);
+    one->fits = estimate_verdict(&e, a->p->m).fits;
+    one->place = a->n;
+    /* where it does not fit, less of what is missing; where it does, less of what is the fullest */
+    if ((gpu ? one->gpu : one->host) > 0) ++a->n;
 }
 
 static void advisor_activations(advisor *a)
@@ -102,12 +93,11 @@ static void advisor_activations(advisor *a)
     size_t i;
     for (i = 0; i < sizeof kinds / sizeof *kinds; ++i) {
         setting s = *a->s;
-        char flags[ADVICE_TEXT], now[ACTIVATIONS_TEXT];
+        char now[ACTIVATIONS_TEXT];
         if (activations_parse(kinds[i], &s.activations) != 0 || s.activations.k > s.layout->config.layers ||
             strcmp(kinds[i], activations_text(now, &a->s->activations)) == 0)
             continue;
-        snprintf(flags, sizeof flags, "--activations %s", kinds[i]);
-        advisor_try(a, flags, &s);
+        advisor_try(a, &s, "--activations %s", kinds[i]);
     }
 }
 
@@ -116,23 +106,22 @@ static void advisor_as(advisor *a)
 {
     const program *p = as_program(a->s->as.program);
     setting s = *a->s;
-    char flags[ADVICE_TEXT];
     int i;
     s.how.chunk = 0;
-    if (a->s->how.chunk > 0) advisor_try(a, "the smallest --chunk", &s);
+    if (a->s->how.chunk > 0) advisor_try(a, &s, "the smallest --chunk");
     for (i = 0; i < AS_METHODS && p->methods[i].name != NULL; ++i) {
         s.as.method = i;
         s.attention =
             a->s->attention == as_method_of(a->s)->attention ? p->methods[i].attention : s.attention;
-        snprintf(flags, sizeof flags, "--method %s", p->methods[i].name);
-        if (i != a->s->as.method && !p->methods[i].stays) advisor_try(a, flags, &s);
+        if (i != a->s->as.method && !p->methods[i].stays)
+            advisor_try(a, &s, "--method %s", p->methods[i].name);
     }
     s = *a->s;
     s.as.loss = AS_TILED;
-    if (a->s->as.loss != AS_TILED) advisor_try(a, "--loss tiled", &s);
+    if (a->s->as.loss != AS_TILED) advisor_try(a, &s, "--loss tiled");
     s = *a->s;
     s.as.mlp = AS_TILED;
-    if (a->s->as.mlp != AS_TILED) advisor_try(a, "--mlp tiled", &s);
+    if (a->s->as.mlp != AS_TILED) advisor_try(a, &s, "--mlp tiled");
 }
 
 /* Smaller chunks, more segments, other methods. */
@@ -142,18 +131,15 @@ static void advisor_schedule(advisor *a)
     const method_kind *kind = &method_kinds[a->s->how.method];
     const int team = a->s->how.ranks / a->s->how.ring;
     setting s = *a->s;
-    char flags[ADVICE_TEXT];
     size_t i;
     if (kind->stage == METHOD_CHUNK && s.how.chunk > team) {
         s.how.chunk = team;
-        snprintf(flags, sizeof flags, "--chunk %d", team);
-        advisor_try(a, flags, &s);
+        advisor_try(a, &s, "--chunk %d", team);
     }
     if (kind->segmented && a->s->how.segments * 2 <= UPIPE_SEGMENTS_MAX) {
         s = *a->s;
         s.how.segments *= 2;
-        snprintf(flags, sizeof flags, "--segments %d", s.how.segments);
-        advisor_try(a, flags, &s);
+        advisor_try(a, &s, "--segments %d", s.how.segments);
     }
     for (i = 0; i < 2; ++i) {
         s = *a->s;
@@ -163,8 +149,7 @@ static void advisor_schedule(advisor *a)
         if (methods[i] == a->s->how.method || s.layout->config.heads < s.how.ranks ||
             method_resolve(&s.how, 1) != 0)
             continue;
-        snprintf(flags, sizeof flags, "--method %s", method_kinds[methods[i]].name);
-        advisor_try(a, flags, &s);
+        advisor_try(a, &s, "--method %s", method_kinds[methods[i]].name);
     }
 }
 
@@ -173,11 +158,11 @@ static void advisor_states(advisor *a)
 {
     setting s = *a->s;
     s.offload_optimizer = 1;
-    if (!a->s->offload_optimizer) advisor_try(a, "--offload-optimizer", &s);
+    if (!a->s->offload_optimizer) advisor_try(a, &s, "--offload-optimizer");
     s.offload_weights = 1;
     if (s.zero == 3 && !a->s->offload_weights)
-        advisor_try(
-            a, a->s->offload_optimizer ? "--offload-weights" : "--offload-optimizer --offload-weights", &s);
+        advisor_try(a, &s,
+                    a->s->offload_optimizer ? "--offload-weights" : "--offload-optimizer --offload-weights");
 }
 
 static int advice_order(const void *x, const void *y)
@@ -195,17 +180,14 @@ static int planner_advice(const planner *p, const setting *s, const estimate *no
 {
     advisor a = {p, s, now, out, 0};
     setting other = *s;
+    other.batch = 1;
     if (s->as.program > 0)
         advisor_as(&a);
     else
         advisor_schedule(&a);
     advisor_states(&a);
     advisor_activations(&a);
-    if (s->batch > 1) {
-        other = *s;
-        other.batch = 1;
-        advisor_try(&a, "--batch 1", &other);
-    }
+    if (s->batch > 1) advisor_try(&a, &other, "--batch 1");
     qsort(out, (size_t)a.n, sizeof *out, advice_order);
     return a.n;
 }

@@ -2,6 +2,7 @@
 #ifndef PLAN_REPORT_H
 #define PLAN_REPORT_H
 
+#include "../common/files.h"
 #include "../common/paper.h"
 #include "options.h"
 #include "planner.h"
@@ -213,14 +214,11 @@ static void report_phases(const upipe_dry *dry, const setting *s, double unit, d
 static void report_block(const planner *p, const setting *s)
 {
     upipe_dry *dry = (upipe_dry *)estimate_memory(1, sizeof *dry);
-    upipe_layer l;
+    upipe_layer l = {.wq = dry, .wk = dry, .wv = dry, .wo = dry}; /* never read */
     upipe_err err;
     model m;
-    memset(&l, 0, sizeof l);
-    memset(&err, 0, sizeof err);
     if (setting_model(&m, s, 0, &err) == UPIPE_OK && upipe_dry_init(dry, &m.plan, p->ops) == UPIPE_OK) {
         l.plan = &m.plan;
-        l.wq = l.wk = l.wv = l.wo = dry; /* never read */
         l.mask.causal = 1;
         l.tile_rows = s->layout->config.dim;
         if (upipe_dry_layer(dry, &l, 1) == UPIPE_OK)
@@ -232,69 +230,98 @@ static void report_block(const planner *p, const setting *s)
 
 /* ---- JSON ---- */
 
-static void report_json_parts(FILE *f, const char *name, const estimate_part *part, int n)
+/* jansson has no memory: the program ends, as estimate_memory ends it. */
+static void report_lost(void)
 {
+    cli_fail("out of memory: what is to be written as JSON");
+    exit(EXIT_RUN);
+}
+
+static void report_set(json_t *object, const char *key, json_t *value)
+{
+    if (json_object_set_new(object, key, value) != 0) report_lost();
+}
+
+static void report_append(json_t *array, json_t *value)
+{
+    if (json_array_append_new(array, value) != 0) report_lost();
+}
+
+/* Bytes and pairs are counted in floating point, and written as whole numbers. */
+static json_t *report_whole(double n)
+{
+    return fabs(n) < 0x1p63 ? json_integer(llrint(n)) : json_real(n);
+}
+
+/* report_write -- the file of --json, and no more of `root`; EXIT_RUN with the sentence out where it cannot be written */
+static int report_write(files *all, const char *path, json_t *root)
+{
+    char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+    FILE *f;
+    json_decref(root);
+    if (text == NULL) report_lost();
+    files_begin(all);
+    f = files_open(all, path);
+    if (f != NULL) fprintf(f, "%s\n", text);
+    free(text);
+    return f == NULL || files_close(all, f) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
+}
+
+static json_t *report_json_parts(const estimate_part *part, int n)
+{
+    json_t *all = json_array();
     int i;
-    fprintf(f, ",\n  \"%s\": [", name);
     for (i = 0; i < n; ++i)
-        fprintf(f, "%s\n    {\"name\": \"%s\", \"bytes\": %.0f}", i > 0 ? "," : "", part[i].name,
-                part[i].bytes);
-    fprintf(f, "\n  ]");
+        report_append(all, json_pack("{ss so}", "name", part[i].name, "bytes", report_whole(part[i].bytes)));
+    return all;
 }
 
-/* report_json_begin -- what every file has but for its end */
-static void report_json_begin(FILE *f, const planner *p, const setting *s, const estimate *e, int fits)
+static json_t *report_json_advice(const advice_item *help, int n)
 {
-    const verdict v = estimate_verdict(e, p->m);
-    fprintf(f, "{\n  \"fits\": %s,\n  \"gpu_bytes\": %.0f,\n  \"host_bytes_node\": %.0f,\n  ",
-            fits ? "true" : "false", e->gpu, e->host);
-    fprintf(
-        f,
-        "\"link_bytes\": %.0f,\n  \"binding\": \"%s\",\n  \"seconds_step\": %.9g,\n  \"tokens_per_s_per_gpu\": %.9g",
-        estimate_link(e), v.binding, e->seconds, report_rate(s, e));
-    if (s->as.program > 0)
-        fprintf(f, ",\n  \"as\": \"%s\",\n  \"method\": \"%s\",\n  \"measured\": \"%s\"",
-                as_program(s->as.program)->name, as_method_of(s)->name, as_method_of(s)->measured);
-    report_json_parts(f, "phases", e->phase, e->phases);
-    report_json_parts(f, "components", e->part, e->parts);
-}
-
-static void report_json_advice(FILE *f, const advice_item *help, int n)
-{
+    json_t *all = json_array();
     int i;
-    fputs(",\n  \"advice\": [", f);
     for (i = 0; i < n; ++i)
-        fprintf(f,
-                "%s\n    {\"flags\": \"%s\", \"gpu_bytes_saved\": %.0f, \"host_bytes_node_saved\": %.0f, "
-                "\"link_bytes_more\": %.0f, \"seconds_more\": %.9g, \"fits\": %s}",
-                i > 0 ? "," : "", help[i].flags, help[i].gpu, help[i].host, help[i].link, help[i].seconds,
-                help[i].fits ? "true" : "false");
-    fputs("\n  ]", f);
+        report_append(all,
+                      json_pack("{ss so so so sf sb}", "flags", help[i].flags, "gpu_bytes_saved",
+                                report_whole(help[i].gpu), "host_bytes_node_saved",
+                                report_whole(help[i].host), "link_bytes_more", report_whole(help[i].link),
+                                "seconds_more", help[i].seconds, "fits", help[i].fits));
+    return all;
 }
 
-/* report_json -- of one setting
- *   longest   below 0 where it was not looked for
- *   balance   of packed documents; without them there are no steps */
-static void report_json(FILE *f, const planner *p, const setting *s, const estimate *e,
-                        const advice_item *help, int n, int64_t longest, const packed_balance *balance)
+/* report_json -- what every file has, of one setting */
+static json_t *report_json(const planner *p, const setting *s, const estimate *e, int fits,
+                           const advice_item *help, int n)
 {
-    const packed_balance *b = balance;
-    int i;
-    report_json_begin(f, p, s, e, estimate_verdict(e, p->m).fits);
-    report_json_advice(f, help, n);
-    if (longest >= 0) fprintf(f, ",\n  \"max_tokens\": %" PRId64, longest);
-    if (b->step != NULL) {
-        fprintf(
-            f, ",\n  \"documents\": {\"number\": %" PRId64 ", \"pairs\": %.0f, \"pairs_of_one\": %.0f,\n    ",
-            s->borders_n, b->all, packed_one(s));
-        fprintf(f, "\"used_p2p\": %.9g, \"used_all_gather\": %.9g, \"slowest_over_mean\": %.9g, \"steps\": [",
-                b->all / (b->apart * b->ring), b->all / (b->sum * b->ring), b->sum * b->ring / b->all);
-        for (i = 0; i < b->ring * b->ring; ++i)
-            fprintf(f, "%s%.0f%s", i % b->ring == 0 ? (i > 0 ? ", [" : "[") : ", ", b->step[i],
-                    i % b->ring == b->ring - 1 ? "]" : "");
-        fputs("]}", f);
+    json_t *root = json_pack("{sb so so so ss sf sf}", "fits", fits, "gpu_bytes", report_whole(e->gpu),
+                             "host_bytes_node", report_whole(e->host), "link_bytes",
+                             report_whole(estimate_link(e)), "binding", estimate_verdict(e, p->m).binding,
+                             "seconds_step", e->seconds, "tokens_per_s_per_gpu", report_rate(s, e));
+    if (s->as.program > 0) {
+        report_set(root, "as", json_string(as_program(s->as.program)->name));
+        report_set(root, "method", json_string(as_method_of(s)->name));
+        report_set(root, "measured", json_string(as_method_of(s)->measured));
     }
-    fputs("\n}\n", f);
+    report_set(root, "phases", report_json_parts(e->phase, e->phases));
+    report_set(root, "components", report_json_parts(e->part, e->parts));
+    report_set(root, "advice", report_json_advice(help, n));
+    return root;
+}
+
+static json_t *report_json_documents(const setting *s, const packed_balance *b)
+{
+    json_t *steps = json_array();
+    int step, rank;
+    for (step = 0; step < b->ring; ++step) {
+        json_t *pairs = json_array();
+        for (rank = 0; rank < b->ring; ++rank)
+            report_append(pairs, report_whole(b->step[step * b->ring + rank]));
+        report_append(steps, pairs);
+    }
+    return json_pack("{sI so so sf sf sf so}", "number", (json_int_t)s->borders_n, "pairs",
+                     report_whole(b->all), "pairs_of_one", report_whole(packed_one(s)), "used_p2p",
+                     b->all / (b->apart * b->ring), "used_all_gather", b->all / (b->sum * b->ring),
+                     "slowest_over_mean", b->sum * b->ring / b->all, "steps", steps);
 }
 
 #endif

@@ -45,14 +45,13 @@ typedef struct search_pair {
 /* search_two -- 0; -1: refused */
 static int search_two(search_pair *two, const planner *p, const setting *s, int64_t tokens)
 {
-    setting other = *s;
+    setting twice = *s;
+    twice.tokens = 2 * tokens;
     two->s = *s;
     two->s.tokens = tokens;
-    other.tokens = 2 * tokens;
     planner_estimate(p, &two->s, &two->e[0]);
-    if (two->e[0].why[0] != '\0') return -1;
-    planner_estimate(p, &other, &two->e[1]);
-    return two->e[1].why[0] != '\0' ? -1 : 0;
+    if (two->e[0].why[0] == '\0') planner_estimate(p, &twice, &two->e[1]);
+    return two->e[0].why[0] != '\0' || two->e[1].why[0] != '\0' ? -1 : 0;
 }
 
 /* a at one length, b at the double; at `times` the length. */
@@ -107,9 +106,7 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
 
 static search_state search_begin(const job *j, const planner *p, const setting *start)
 {
-    search_state f;
-    memset(&f, 0, sizeof f);
-    f.j = j, f.p = p, f.start = f.nearest = *start;
+    search_state f = {.j = j, .p = p, .start = *start, .nearest = *start};
     f.all = (candidate *)estimate_memory(SEARCH_MAX, sizeof *f.all);
     return f;
 }
@@ -252,50 +249,72 @@ static const char *search_flags(char out[256], const candidate *c)
     return report_flags(out, 256, &c->s);
 }
 
-static void search_counts(const search_state *f)
+/* The first ones, and all that have a mark: those of longest.h with their sequences, and their times at the end. */
+static void search_table(const search_state *f, const candidate *won)
 {
+    const int longest = f->j->o.max_tokens;
+    char flags[256], a[32], b[32], d[32];
+    int i, shown = 0;
     printf("%d settings: %d refused, %d pruned as they cannot fit, %d fit\n\n", f->tried, f->refused,
            f->pruned, f->n);
-}
-
-/* search_json -- what the setting `s` has, which is the best one if it `fits`, and all that fit; longest: each with its
- * longest sequence */
-static int search_json(const search_state *f, files *all, const setting *s, const estimate *e, int fits,
-                       int longest, const advice_item *help, int n)
-{
-    char flags[256];
-    FILE *out;
-    int i;
-    files_begin(all);
-    out = files_open(all, f->j->o.json);
-    if (out == NULL) return EXIT_RUN;
-    report_json_begin(out, f->p, s, e, fits);
-    if (fits) fprintf(out, ",\n  \"best\": \"%s\"", report_flags(flags, sizeof flags, s));
-    if (longest) fprintf(out, ",\n  \"max_tokens\": %" PRId64, fits ? s->tokens : 0);
-    report_json_advice(out, help, n);
-    fprintf(out, ",\n  \"tried\": %d,\n  \"refused\": %d,\n  \"pruned\": %d,\n  \"settings\": [", f->tried,
-            f->refused, f->pruned);
+    if (f->n == 0) return;
+    printf(longest ? "%12s" : "%10s", longest ? "tokens" : "seconds");
+    printf(" %12s %12s %12s%s\n", "GPU", "host, node", "link, rank", longest ? "      seconds" : "");
     for (i = 0; i < f->n; ++i) {
         const candidate *c = &f->all[i];
-        fprintf(
-            out,
-            "%s\n    {\"flags\": \"%s\", \"gpu_bytes\": %.0f, \"host_bytes_node\": %.0f, \"link_bytes\": %.0f, ",
-            i > 0 ? "," : "", search_flags(flags, c), c->gpu, c->host, c->link);
-        if (longest) fprintf(out, "\"max_tokens\": %" PRId64 ", ", c->s.tokens);
-        fprintf(out, "\"seconds_step\": %.9g, \"%s\": %s}", c->seconds, longest ? "confirmed" : "pareto",
-                (longest ? c->confirmed : c->mark) ? "true" : "false");
+        if (shown >= SEARCH_SHOWN && !c->mark) continue;
+        ++shown;
+        if (longest)
+            printf("%11.3fM", (double)c->s.tokens / (1 << 20));
+        else
+            printf("%10.2f", c->seconds);
+        printf(" %12s %12s %12s", report_bytes(a, c->gpu), report_bytes(b, c->host),
+               report_bytes(d, c->link));
+        if (longest) printf(" %12.2f", c->seconds);
+        printf(" %s %s%s\n", c->mark ? "*" : " ", search_flags(flags, c), c == won ? "   <- confirmed" : "");
     }
-    fputs("\n  ]\n}\n", out);
-    return files_close(all, out) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
+    printf("\n* %s\n\n", longest ? "the longest of its method, confirmed by full dry runs"
+                                 : "needs less of the GPU than all that are faster");
+}
+
+static json_t *search_json_one(const candidate *c, int longest)
+{
+    char flags[256];
+    json_t *one = json_pack("{ss so so so sf sb}", "flags", search_flags(flags, c), "gpu_bytes",
+                            report_whole(c->gpu), "host_bytes_node", report_whole(c->host), "link_bytes",
+                            report_whole(c->link), "seconds_step", c->seconds,
+                            longest ? "confirmed" : "pareto", longest ? c->confirmed : c->mark);
+    if (longest) report_set(one, "max_tokens", json_integer(c->s.tokens));
+    return one;
+}
+
+/* search_json -- what the setting `s` has, which is the best one if it `fits`, and all that fit; of longest.h each with its
+ * longest sequence */
+static json_t *search_json(const search_state *f, const setting *s, const estimate *e, int fits,
+                           const advice_item *help, int n)
+{
+    const int longest = f->j->o.max_tokens;
+    json_t *root = report_json(f->p, s, e, fits, help, n), *settings = json_array();
+    char flags[256];
+    int i;
+    if (fits) report_set(root, "best", json_string(report_flags(flags, sizeof flags, s)));
+    if (longest) report_set(root, "max_tokens", json_integer(fits ? s->tokens : 0));
+    report_set(root, "tried", json_integer(f->tried));
+    report_set(root, "refused", json_integer(f->refused));
+    report_set(root, "pruned", json_integer(f->pruned));
+    for (i = 0; i < f->n; ++i) report_append(settings, search_json_one(&f->all[i], longest));
+    report_set(root, "settings", settings);
+    return root;
 }
 
 /* search_end -- the verdict of the one that won, or, where none did (NULL), of what comes nearest; the exit status */
-static int search_end(const search_state *f, const candidate *won, estimate *e, files *all, int longest)
+static int search_end(const search_state *f, const candidate *won, estimate *e, files *all)
 {
     const setting *s = won != NULL ? &won->s : f->pruned > 0 ? &f->nearest : &f->start;
     advice_item help[ADVICE_MAX];
     int n = 0;
     memset(e, 0, sizeof *e);
+    memset(help, 0, sizeof help);
     if (won == NULL)
         puts(f->pruned > 0 ? "nothing fits; this comes nearest\n"
                            : "this model has no setting on these ranks");
@@ -305,7 +324,8 @@ static int search_end(const search_state *f, const candidate *won, estimate *e, 
         report_verdict(f->j, f->p, s, e);
         report_advice(help, n);
     }
-    if (f->j->o.json != NULL && search_json(f, all, s, e, won != NULL, longest, help, n) != 0)
+    if (f->j->o.json != NULL &&
+        report_write(all, f->j->o.json, search_json(f, s, e, won != NULL, help, n)) != 0)
         return EXIT_RUN;
     return won != NULL ? 0 : EXIT_NO_FIT;
 }
