@@ -28,6 +28,11 @@ def amount(tokens):
     return int(tokens[:-1]) * {'k': 2**10, 'M': 2**20}[tokens[-1]] if tokens[-1] in 'kM' else int(tokens)
 
 
+def machine(run):
+    words = run['flags'].split()
+    return words[words.index('--machine') + 1] if '--machine' in words else 'h100x8'
+
+
 def planned(planner):
     """The runs with what is planned for them: seconds of both, `fits`, and the ratios of memory and time."""
     with open(RUNS, encoding='utf-8') as source:
@@ -59,22 +64,26 @@ def ends(runs):
     for key, mine in of.items():
         mine = [run for run in mine if run['off']]
         lengths = sorted({run['flags'].split('--tokens ')[1].split()[0] for run in mine}, key=amount)
-        parts = [f'{len(mine)} runs of {lengths[0]} to {lengths[-1]} tokens']
+        cards = sorted({machine(run).split('x')[0] for run in mine})
+        models = sorted({run['flags'].split('--model ')[1].split()[0] for run in mine})
+        parts = [f"{len(mine)} runs of {', '.join(models)} on {', '.join(cards)}, {lengths[0]} to {lengths[-1]} tokens"]
         for what in WITHIN:
             ratios = [100 * (run['off'][what] - 1) for run in mine if what in run['off']]
             if ratios:
-                parts.append(f'{what} of {len(ratios)} is off by {min(ratios):+.0f} to {max(ratios):+.0f} %')
+                fitted = sum(what in run.get('seen', []) for run in mine if what in run['off'])
+                parts.append(f'{what} of {len(ratios)}, {fitted} of them fitted, is off by {min(ratios):+.0f} to {max(ratios):+.0f} %')
         said[key] = '; '.join(parts)
     return said
 
 
 def held(runs):
-    """(what, within, of) of the runs that are held out, and (right, of all) of whether it fits."""
+    """(what, within, of) of the runs that are held out, and (right, of all) of those that fitted and of those that did not."""
     counts = []
     for what, most in WITHIN.items():
         ratios = [run['off'][what] for run in runs if what in run['off'] and what not in run.get('seen', [])]
         counts.append((what, sum(abs(ratio - 1) * 100 <= most for ratio in ratios), len(ratios)))
-    return counts, (sum(run['fits'] != run.get('ends', False) for run in runs), len(runs))
+    rights = [[run['fits'] != ended for run in runs if run.get('ends', False) == ended] for ended in (False, True)]
+    return counts, [(sum(right), len(right)) for right in rights]
 
 
 def cell(run, what, ours, theirs):
@@ -93,7 +102,7 @@ class Measured(common.Benchmark):
 
     def tables(self, sources, runs):
         lines = []
-        for source, where in sources.items():
+        for source, where in sorted(sources.items(), key=lambda known: known[0] == 'paper'): # what is fitted at the end
             mine = [run for run in runs if run['source'] == source]
             lines += ['', *textwrap.wrap(f'**{source}**: {where}.', 118, break_on_hyphens=False), '']
             lines += common.table(['upipe-plan', 'GiB', 'seconds', ''], [
@@ -104,10 +113,10 @@ class Measured(common.Benchmark):
         return lines
 
     def summary(self, runs):
-        counts, (right, of_all) = held(runs)
+        counts, (fitted, ended) = held(runs)
         lines = [f'{len(runs)} runs. Of what is held out ' + ', '.join(f'{what} is within {WITHIN[what]} % in {good} of {n}'
                                                                        for what, good, n in counts) + '.',
-                 f'Whether it fits is right in {right} of {of_all}.', '']
+                 f'Of {fitted[1]} runs that fitted {fitted[0]} are planned to fit, of {ended[1]} that did not {ended[1] - ended[0]}.', '']
         return lines + common.table(['program', 'method', 'plans and measurements'],
                                     [[*key, text] for key, text in sorted(ends(runs).items())])
 
@@ -138,23 +147,22 @@ class Measured(common.Benchmark):
             return
         figure, panels = plt.subplots(1, 2, figsize=(10, 4.4))
         names = list(dict.fromkeys(run['program'] for run in runs))
-        for axes, what, ours, theirs in (panels[0], 'memory', 'planned_gib', 'gib'), (panels[1], 'time', 'planned_seconds', 'real'):
+        for axes, what, theirs in (panels[0], 'memory', 'gib'), (panels[1], 'time', 'real'):
             for i, name in enumerate(names):
                 for seen in True, False:
-                    points = [(run[theirs], run[ours]) for run in runs if run['program'] == name and what in run['off']
+                    points = [(run[theirs], run['off'][what]) for run in runs if run['program'] == name and what in run['off']
                               and (what in run.get('seen', [])) == seen]
                     if points:
                         axes.plot(*zip(*points), 'o', color=f'C{i}', markersize=5, markerfacecolor='none' if seen else f'C{i}',
                                   label=name if not seen or name == 'paper' else None)
-            ends_of = [run[theirs] for run in runs if what in run['off']]
-            span = [min(ends_of) / 1.2, max(ends_of) * 1.2]
-            axes.plot(span, span, color='black', linewidth=0.8)
-            axes.fill_between(span, [x * (1 - WITHIN[what] / 100) for x in span], [x * (1 + WITHIN[what] / 100) for x in span],
-                              color='#dddddd', linewidth=0)
+            axes.axhspan(1 - WITHIN[what] / 100, 1 + WITHIN[what] / 100, color='#dddddd', linewidth=0)
+            axes.axhline(1, color='black', linewidth=0.8)
             axes.set_xscale('log')
-            axes.set_yscale('log')
+            if what == 'memory':
+                axes.set_xticks([20, 40, 80, 140], ['20', '40', '80', '140'], minor=False)
+                axes.minorticks_off()
             axes.set_xlabel(f"measured, {'GiB of a GPU' if what == 'memory' else 'seconds a step'}")
-            axes.set_ylabel('planned')
+            axes.set_ylabel('planned / measured')
             picture.tidy(axes)
         panels[1].legend(frameon=False, fontsize=8, title='filled: held out; grey: within 7 and 10 %', title_fontsize=8)
         figure.tight_layout()

@@ -407,7 +407,10 @@ def has_settings():
         for method, kernel in zip(methods, kernels):
             status, said, got = run(PLAN, *words, '--method', method)
             check(status in (0, 3) and got['as'] == name and got['method'] == method, f'{name} {method}: {said[-200:]}')
-            check(f'attention: {kernel}, ' in said and f"measured runs like this: {got['measured']}\n" in said, f'{name}: {said[:400]}')
+            check(f'attention: {kernel}, ' in said and f"measured runs like this: {got['measured'] or 'none'}\n" in said, f'{name}: {said[:400]}')
+        longest = plan('--model', 'llama3.2-1b', '--as', name, '--max-tokens', '--best')
+        again = plan('--model', 'llama3.2-1b', '--as', name, *longest['best'].split(), '--tokens', longest['max_tokens'])
+        check(again['gpu_bytes'] == longest['gpu_bytes'], f'{name}: the longest is not what it was')
         check(run(PLAN, *words)[2]['method'] == methods[0], f'{name} begins with another method')
         refused(f'--as {name} has {methods[0]}', *words, '--method', 'double-ring')
         for flags, who in SETTINGS.items():
@@ -422,6 +425,7 @@ def has_settings():
                     check(run_command([*known, *more]).returncode in (0, 3), f'{name}: advice {more} is refused')
             else:
                 refused('has no --', *words, *flags)
+        refused('contradict each other', *words, '--keep-all', '--activations', 'ac')
         words = ['--model', model('small'), '--machine', 'h100x2', '--tokens', '4k', '--as', name]
         status, said, got = run(PLAN, *words, '--best')
         check(got['settings'] and ('this library would take --method' in said), f'{name}: {said[-300:]}')
@@ -429,6 +433,9 @@ def has_settings():
             again = plan(*words, *one['flags'].split())
             check(again['gpu_bytes'] == one['gpu_bytes'] and abs(again['seconds_step'] / one['seconds_step'] - 1) < 1e-7,
                   f'{name}: {one} is {again["gpu_bytes"]} bytes')
+    refused('an A100 has none', '--model', 'llama3-8b', '--tokens', '64k', '--as', 'megatron', '--machine', 'a100x8', '--fp8')
+    refused('H100 and H200 alone', '--model', 'llama3-8b', '--tokens', '64k', '--attention', 'fa3', '--machine', 'a100x8')
+    plan('--model', 'llama3-8b', '--tokens', '64k', '--as', 'paper', '--machine', 'a100x8')
     for flags in (['--loss', 'tiled'], ['--mlp', 'whole'], ['--keep-all'], ['--fp8']):
         refused('want --as', '--model', 'llama3-8b', '--tokens', '64k', *flags)
     for flags in (['--dtype', 'f32'], ['--segments', '4'], ['--tile-bytes', '1MiB'], ['--overlap'], ['--lora', '8'], ['--device', 'cpu']):
@@ -515,11 +522,12 @@ def attention_rates():
     more = got['seconds_step'] - machine_s['seconds_step']
     check(abs(more / want / 1.011 - 1) < 1e-3, f'{more} s more of another kernel, not {want}') # and what ranks wait
     for words, sure in (['--machine', 'a100x8', '--attention', 'fa2'], 1), (['--machine', 'a100x8', '--attention', 'cudnn'], 0), (
-            ['--machine', 'b200x8', '--attention', 'fa4'], 1), (['--machine', '4090x4', '--attention', 'fa3'], 0), (
+            ['--machine', 'b200x8', '--attention', 'fa4'], 1), (['--machine', '4090x4', '--attention', 'cudnn'], 0), (
+            ['--machine', 'l40sx8', '--attention', 'fa2'], 0), (
             ['--machine', '4090x4', '--attention', 'fa2'], 1), (['--machine', '5090x8', '--attention', 'fa2'], 0), (
             ['--machine', 'h200x8', '--attention', 'upipe'], 0):
         _, said, _ = run(PLAN, '--model', 'llama3-8b', '--tokens', '64k', *words)
-        check(('a guess for this card' in said) == (not sure) and 'TFLOP/s (' in said, f'{words}: {said[:300]}')
+        check(('a guess for this card' in said) == (not sure) and 'TFLOP/s: ' in said, f'{words}: {said[:300]}')
     small = shares('--attention', 'fa3', of='llama3.2-1b')
     check(abs(shares(of='llama3.2-1b')[0] / small[0] - 473 / 680) < 1e-3, 'the rates of heads of 64 are those of 128')
 
@@ -533,10 +541,10 @@ def measured():
     for one in runs:
         check(one['said'] == of[one['program'], one['method']], f"{one['flags']}: says {one['said']}")
     check(len(runs) >= 40 and {one['program'] for one in runs} == set(PROGRAMS), f'{len(runs)} runs')
-    counts, (right, of_all) = bench.held(runs)
+    counts, fits = bench.held(runs)
     for (what, within, n), (least, most) in zip(counts, ((16, 17), (21, 23))):
         check(n >= most and within * most >= least * n, f'{what}: {within} of {n} are within {bench.WITHIN[what]} %')
-    check(right >= of_all - 1, f'whether it fits is right in {right} of {of_all}')
+    check(fits[0][0] >= fits[0][1] - 1 and fits[1][0] == fits[1][1] >= 7, f'whether it fits: {fits}')
 
 
 def machines():

@@ -109,7 +109,7 @@ static const flag_row flag_rows[] = {
     {"model", "NAME|DIR", IN_PLAN, in_run, FLAG_TEXT, AT(model), 0, 0, NULL, 0,
      "a model by name (a wrong one lists them), or a folder with a config.json"},
     {"machine", "NAME|FILE", IN_PLAN, in_run, FLAG_TEXT, AT(machine), 0, 0, "h100x8", 0,
-     "so many GPUs, eight in a node, of h100, h200, a100, b200, rtxpro6000, l40s, 5090 and 4090, as h100x16; cpu; or a file"},
+     "so many GPUs, eight in a node, of h100, h100-96g, h200, a100, b200, rtxpro6000, l40s, 5090 and 4090, as h100x16; cpu; or a file"},
     {"method", "NAME", IN_TRAIN | IN_LOGITS, in_run, FLAG_METHOD, AT(how.method), 0, 0, "upipe", 0,
      "one of those below"},
     {"method", "NAME", IN_PLAN, in_run, FLAG_TEXT, AT(method_name), 0, 0, NULL, 0,

@@ -86,6 +86,13 @@ static inline const as_method *as_method_of(const setting *s)
     return &as_program(s->as.program)->methods[s->as.method];
 }
 
+/* The kernel of its method, or the card's usual one where it does not run there. */
+static inline int as_kernel(const setting *s, const machine *m)
+{
+    const int kernel = as_method_of(s)->attention;
+    return kernel_runs(kernel, m->card) ? kernel : kernel_of(m->card);
+}
+
 enum { AS_CHUNK = 65536 /* tokens of a chunk of FPDT, its default */ };
 #define AS_FP8 \
     1.5 /* products in fp8 against bf16, with the time to make them: torchtitan's 1.28 of whole steps; a guess */
@@ -114,7 +121,7 @@ static inline int as_stage(as_rank *t, const setting *s, char why[ESTIMATE_WHY])
     const int chunk = t->how->kind != AS_UPIPE ? c->heads : s->how.chunk > 0 ? s->how.chunk : t->team;
     int mine, kv;
     if (chunk % t->team != 0 || chunk > c->heads || (t->how->kind == AS_UPIPE && c->heads % chunk != 0)) {
-        snprintf(why, ESTIMATE_WHY, "%d heads do not divide into chunks of %d on %d ranks", c->heads, chunk,
+        snprintf(why, ESTIMATE_WHY, "%d heads, %d at a time, do not divide by %d ranks", c->heads, chunk,
                  t->team);
         return -1;
     }
@@ -146,12 +153,13 @@ static inline int as_has(const setting *s, char why[ESTIMATE_WHY])
     const activations_setting *a = &s->activations;
     const int host = s->offload_optimizer + s->offload_weights;
     const char *what = NULL;
-    char kept[ACTIVATIONS_TEXT];
+    char kept[ACTIVATIONS_TEXT], stage[16];
     if (!(p->loss >> s->as.loss & 1)) what = s->as.loss == AS_TILED ? "--loss tiled" : "--loss whole";
     if (!(p->mlp >> s->as.mlp & 1)) what = s->as.mlp == AS_TILED ? "--mlp tiled" : "--mlp whole";
     if (s->as.all && !p->all) what = "--keep-all";
     if (s->as.fp8 && !p->fp8) what = "--fp8";
-    if (!(p->zeros >> s->zero & 1)) what = s->zero == 3 ? "--zero 3" : "--zero below 3";
+    snprintf(stage, sizeof stage, "--zero %d", s->zero);
+    if (!(p->zeros >> s->zero & 1)) what = stage;
     if (host > p->hosts) what = s->offload_weights ? "--offload-weights" : "--offload-optimizer";
     if (what != NULL) {
         snprintf(why, ESTIMATE_WHY, "--as %s has no %s", p->name, what);

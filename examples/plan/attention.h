@@ -39,6 +39,12 @@ static inline int kernel_of(const char *card)
     return kernel_usual[i].kernel;
 }
 
+/* Whether a card runs a kernel: FlashAttention-3 is for one processor. */
+static inline int kernel_runs(int kernel, const char *card)
+{
+    return kernel != KERNEL_FA3 || strcmp(card, "h100") == 0;
+}
+
 /* attention_at -- rates of a kernel on a card at a length, between those of the table; of the nearest head dim
  *   returns  the row behind it; NULL where the table has none */
 static inline const kernel_rate *attention_at(double rate[2], int kernel, const char *card, int head_dim,

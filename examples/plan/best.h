@@ -16,7 +16,7 @@ static int best_one(search_state *f, const setting *s)
     search_pair two;
     estimate e;
     int refused, gpu_ends = 0;
-    if (s->tokens <= BEST_SHORT || s->as.program > 0) {
+    if (s->tokens <= BEST_SHORT) {
         planner_estimate(f->p, s, &e);
         refused = e.why[0] != '\0';
     } else {
@@ -73,15 +73,15 @@ static const candidate *best_search(search_state *f, estimate *e)
     return best_winner(f, e);
 }
 
-/* Beside another program's: the fastest that this library would take. */
-static void best_here(const job *j, const planner *p, estimate *e)
+/* Beside another program's: the fastest that this library would take, with the same attention kernel. */
+static void best_here(const job *j, const planner *p, int attention, estimate *e)
 {
     setting s = j->s;
     search_state f;
     const candidate *won;
-    char flags[256], a[32];
+    char flags[256], a[32], b[32];
     memset(&s.as, 0, sizeof s.as);
-    s.attention = KERNEL_MACHINE;
+    s.attention = attention;
     s.offload_optimizer = s.offload_weights = 0;
     s.zero = 3;
     f = search_begin(j, p, &s);
@@ -90,9 +90,9 @@ static void best_here(const job *j, const planner *p, estimate *e)
         printf("\nthis library has no setting that fits\n");
     else
         printf(
-            "\nthis library would take %s: %s of a GPU, to the byte, and %.2f s a step, if its attention kernel, which has "
-            "not been measured on a GPU, has the machine's rates\n",
-            search_flags(flags, won), report_bytes(a, won->gpu), won->seconds);
+            "\nthis library would take %s: %s of a GPU, %s of a node, %.2f s a step with the same attention kernel. Its own "
+            "has not been measured on a GPU\n",
+            search_flags(flags, won), report_bytes(a, e->gpu), report_bytes(b, e->host), e->seconds);
     free(f.all);
 }
 
@@ -105,7 +105,7 @@ static int best(const job *j, const planner *p, files *all)
     int status;
     search_table(&f, won);
     status = search_end(&f, won, &e, all);
-    if (j->s.as.program > 0) best_here(j, p, &e);
+    if (j->s.as.program > 0) best_here(j, p, won != NULL ? won->s.attention : j->s.attention, &e);
     free(f.all);
     return status;
 }

@@ -106,8 +106,8 @@ static const struct {
     {"a100", "a100", 8, 80, 1024, 312.0 / 989, 0.5, 0.5, 0.5,
      "h100x8's, by the ratio of the data sheets' bf16 rates or links"},
     {"b200", "b200", 8, 178, 1945, 2250.0 / 989, 2, 1, 8000.0 / 3350, MACHINE_SHEET}, /* 192 GB */
-    {"rtxpro6000", "5090", 8, 96, 1024, 503.8 / 989, 64.0 / 450, 1, 1597.0 / 3350, MACHINE_SHEET},
-    {"l40s", "4090", 8, 48, 1024, 362.05 / 989, 32.0 / 450, 0.5, 864.0 / 3350, MACHINE_SHEET},
+    {"rtxpro6000", "rtxpro6000", 8, 96, 1024, 503.8 / 989, 64.0 / 450, 1, 1597.0 / 3350, MACHINE_SHEET},
+    {"l40s", "l40s", 8, 48, 1024, 362.05 / 989, 32.0 / 450, 0.5, 864.0 / 3350, MACHINE_SHEET},
     {"5090", "5090", 8, 32, 1024, 209.5 / 989, 64.0 / 450, 1, 1792.0 / 3350, MACHINE_SHEET},
     {"4090", "4090", 8, 24, 512, 165.2 / 989, 32.0 / 450, 0.5, 1008.0 / 3350, MACHINE_SHEET},
     {"cpu", "cpu", 8, 0, 0, 60e9 / 664e12, 0.1, 0.1, 0.1, "assumed; --calibrate measures"}};
@@ -271,8 +271,8 @@ static inline int machine_find(machine *m, const char *name)
     if ((status = machine_preset(m, name)) >= 0) return status;
     if (access(name, F_OK) != 0 && (errno == ENOENT || errno == ENOTDIR))
         return cli_refuse(
-            "--machine %s is neither a file nor cpu, nor GPUs as h100x16, of h100, h200, a100, b200, rtxpro6000, l40s, 5090 and "
-            "4090, at most 256",
+            "--machine %s is neither a file nor cpu, nor GPUs as h100x16, of h100, h100-96g, h200, a100, b200, rtxpro6000, l40s, "
+            "5090 and 4090, at most 256",
             name);
     if ((status = machine_json(&root, name)) != 0) return status;
     status = machine_read(m, name, root);

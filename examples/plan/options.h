@@ -132,12 +132,18 @@ static int options_as(job *j)
     snprintf(there, sizeof there, "with --as %s", p->name);
     if ((status = OPTIONS_ONLY(o, known, there)) != 0 || (status = options_as_method(o, p)) != 0)
         return status;
+    if (o->as.fp8 && strcmp(j->machine.card, "a100") == 0) return cli_refuse("--fp8: an A100 has none");
+    if (o->as.all && options_given(o, &o->activations))
+        return cli_refuse("--keep-all and --activations contradict each other: all is kept");
     if (j->machine.gpu == 0) return cli_refuse("--as %s wants GPUs: %s has none", p->name, j->machine.name);
     if (j->config.kv_rank > 0)
         return cli_refuse("--as %s: K and V of --model %s come from a latent", p->name, o->model);
     if (!options_given(o, &o->as.loss)) o->as.loss = p->loss >> AS_TILED & 1;
     if (!options_given(o, &o->as.mlp)) o->as.mlp = p->mlp >> AS_TILED & 1;
-    if (!options_given(o, &o->attention)) o->attention = p->methods[o->as.method].attention;
+    if (!options_given(o, &o->attention)) {
+        o->attention = p->methods[o->as.method].attention;
+        if (!kernel_runs(o->attention, j->machine.card)) o->attention = kernel_of(j->machine.card);
+    }
     if (!options_given(o, &o->zero)) o->zero = p->zeros >> 1 & 1 ? 1 : 3;
     if (!options_given(o, &o->activations) &&
         (o->as.all || p->methods[o->as.method].stays || !(p->keeps >> ACTIVATIONS_OFFLOAD & 1)))
@@ -159,6 +165,8 @@ static int options_method(job *j)
         return cli_refuse(
             "--best tries all methods, chunks, segments, rings, activations, overlaps and tiles: none of "
             "these can be given");
+    if (!kernel_runs(o->attention, j->machine.card))
+        return cli_refuse("--attention %s runs on H100 and H200 alone", kernel_names[o->attention]);
     if (o->as.program > 0) return options_as(j);
     if (tiles || o->as.all || o->as.fp8)
         return cli_refuse(

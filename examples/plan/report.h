@@ -74,9 +74,11 @@ static void report_attention(const planner *p, const setting *s)
     double part[2];
     int guess;
     attention_part(part, &from, &guess, s, p->m);
-    printf("attention: %s, forward %.0f and backward %.0f TFLOP/s (%s%s)\n", kernel_names[s->attention],
-           part[0] * p->m->rate[MACHINE_ATTN_FWD] / 1e12, part[1] * p->m->rate[MACHINE_ATTN_BWD] / 1e12, from,
-           guess ? "; a guess for this card" : "");
+    printf("attention: %s, forward %.0f and backward %.0f TFLOP/s: the machine's rates (%s)",
+           kernel_names[s->attention], part[0] * p->m->rate[MACHINE_ATTN_FWD] / 1e12,
+           part[1] * p->m->rate[MACHINE_ATTN_BWD] / 1e12, p->m->origin[MACHINE_ATTN_FWD]);
+    if (part[0] != 1 || part[1] != 1) printf(" times %.2f and %.2f (%s)", part[0], part[1], from);
+    printf("%s\n", guess ? ", a guess for this card" : "");
 }
 
 static void report_head(const job *j, const planner *p, const setting *s)
@@ -92,7 +94,7 @@ static void report_head(const job *j, const planner *p, const setting *s)
     printf("%s, %s\n", report_flags(flags, sizeof flags, s),
            s->as.program > 0 ? "not this library" : p->ops->name);
     if (s->as.program > 0) printf("%s: %s\n", as_program(s->as.program)->name, as_program(s->as.program)->is);
-    if (s->attention != KERNEL_MACHINE) report_attention(p, s);
+    if (s->attention != KERNEL_MACHINE || s->as.program > 0) report_attention(p, s);
     if (j->note[0] != '\0') printf("the trainer refuses this model (%s); planned without that\n", j->note);
 }
 
@@ -162,9 +164,10 @@ static void report_verdict(const job *j, const planner *p, const setting *s, con
                    100 * e->share[i] / e->seconds);
     if (p->m->gpu > 0)
         printf("\nmeasured runs like this: %s\n",
-               s->as.program > 0
-                   ? as_method_of(s)->measured
-                   : "none of this library on GPUs; its bytes are exact, its time is an estimate");
+               s->as.program == 0
+                   ? "none of this library on GPUs; its bytes are exact, its time is an estimate"
+               : as_method_of(s)->measured[0] != '\0' ? as_method_of(s)->measured
+                                                      : "none");
 }
 
 /* With its sign. */

@@ -73,8 +73,14 @@ static void search_at(estimate *out, const search_pair *two, const planner *p, i
     const estimate *a = &two->e[0], *b = &two->e[1];
     const double times = (double)tokens / (double)two->s.tokens;
     const setting *s = &two->s;
+    setting other = two->s;
     double live = 0;
     int i, k;
+    if (s->as.program > 0) { /* a sum, as quick as a line */
+        other.tokens = tokens;
+        planner_estimate(p, &other, out);
+        return;
+    }
     *out = *b;
     for (i = 0; i < b->phases; ++i) {
         for (k = 0; k < a->phases - 1 && a->phase[k].name != b->phase[i].name; ++k) {
@@ -199,7 +205,7 @@ static void search_as(search_state *f, search_one *one)
     setting s = f->start;
     for (s.as.method = 0; s.as.method < AS_METHODS && as_method_of(&s)->name != NULL; ++s.as.method) {
         const int staged = as_method_of(&s)->kind == AS_UPIPE, most = staged ? s.layout->config.heads / 2 : 1;
-        if (!options_given(&f->j->o, &f->j->o.attention)) s.attention = as_method_of(&s)->attention;
+        if (!options_given(&f->j->o, &f->j->o.attention)) s.attention = as_kernel(&s, f->p->m);
         for (s.how.chunk = staged ? s.how.ranks : 0; s.how.chunk <= most; s.how.chunk *= 2) {
             for (s.as.loss = 0; s.as.loss < 2; ++s.as.loss)
                 for (s.as.mlp = 0; s.as.mlp < 2; ++s.as.mlp)
