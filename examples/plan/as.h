@@ -121,7 +121,7 @@ static inline int as_stage(as_rank *t, const setting *s, char why[ESTIMATE_WHY])
     const int chunk = t->how->kind != AS_UPIPE ? c->heads : s->how.chunk > 0 ? s->how.chunk : t->team;
     int mine, kv;
     if (chunk % t->team != 0 || chunk > c->heads || (t->how->kind == AS_UPIPE && c->heads % chunk != 0)) {
-        snprintf(why, ESTIMATE_WHY, "%d heads, %d at a time, do not divide by %d ranks", c->heads, chunk,
+        snprintf(why, ESTIMATE_WHY, "%d heads do not divide by chunks of %d and by %d ranks", c->heads, chunk,
                  t->team);
         return -1;
     }

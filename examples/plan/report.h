@@ -52,11 +52,15 @@ static const char *report_flags(char *out, size_t n, const setting *s)
         if (all[i].shown)
             used += (size_t)snprintf(out + used, n - used, " --%s %d", all[i].name, all[i].value);
     if (as != NULL)
-        used +=
-            (size_t)snprintf(out + used, n - used, " --loss %s --mlp %s%s", s->as.loss ? "tiled" : "whole",
-                             s->as.mlp ? "tiled" : "whole", s->as.all ? " --keep-all" : "");
-    snprintf(out + used, n - used, "%s --activations %s%s%s", how->overlap ? " --overlap" : "",
-             activations_text(text, &s->activations), s->offload_optimizer ? " --offload-optimizer" : "",
+        used += (size_t)snprintf(out + used, n - used, " --loss %s --mlp %s%s%s%s",
+                                 s->as.loss ? "tiled" : "whole", s->as.mlp ? "tiled" : "whole",
+                                 s->as.fp8 ? " --fp8" : "", s->zero != 3 ? " --zero 1" : "",
+                                 s->as.all ? " --keep-all" : "");
+    used += (size_t)snprintf(out + used, n - used, "%s", how->overlap ? " --overlap" : "");
+    if (!s->as.all)
+        used += (size_t)snprintf(out + used, n - used, " --activations %s",
+                                 activations_text(text, &s->activations));
+    snprintf(out + used, n - used, "%s%s", s->offload_optimizer ? " --offload-optimizer" : "",
              s->offload_weights ? " --offload-weights" : "");
     return out;
 }
