@@ -71,7 +71,8 @@ def ends(runs):
             ratios = [100 * (run['off'][what] - 1) for run in mine if what in run['off']]
             if ratios:
                 fitted = sum(what in run.get('seen', []) for run in mine if what in run['off'])
-                parts.append(f'{what} of {len(ratios)}, {fitted} of them fitted, is off by {min(ratios):+.0f} to {max(ratios):+.0f} %')
+                how = {0: 'none fitted', len(ratios): 'all fitted'}.get(fitted, f'{fitted} fitted')
+                parts.append(f'{what} of {len(ratios)}, {how}, is off by {min(ratios):+.0f} to {max(ratios):+.0f} %')
         said[key] = '; '.join(parts)
     return said
 

@@ -407,7 +407,8 @@ def has_settings():
         for method, kernel in zip(methods, kernels):
             status, said, got = run(PLAN, *words, '--method', method)
             check(status in (0, 3) and got['as'] == name and got['method'] == method, f'{name} {method}: {said[-200:]}')
-            check(f'attention: {kernel}, ' in said and f"measured runs like this: {got['measured'] or 'none'}\n" in said, f'{name}: {said[:400]}')
+            check(f'attention: {kernel}, ' in said and f"measured runs like this: {got['measured'] or 'none'}\n" in said,
+                  f'{name}: {said[:400]}')
         longest = plan('--model', 'llama3.2-1b', '--as', name, '--max-tokens', '--best')
         again = plan('--model', 'llama3.2-1b', '--as', name, *longest['best'].split(), '--tokens', longest['max_tokens'])
         check(again['gpu_bytes'] == longest['gpu_bytes'], f'{name}: the longest is not what it was')
@@ -509,7 +510,8 @@ def attention_rates():
         return took['attention_forward'], took['attention_backward'], said, got
 
     own = shares()
-    for kernel, forward, backward in (('machine', 1, 1), ('upipe', 1, 1), ('fa3', 1, 1), ('fa2', 367 / 680, 330 / 586), ('cudnn', 567 / 680, 486 / 586)):
+    for kernel, forward, backward in (('machine', 1, 1), ('upipe', 1, 1), ('fa3', 1, 1), ('fa2', 367 / 680, 330 / 586),
+                                      ('cudnn', 567 / 680, 486 / 586)):
         got = shares('--attention', kernel)
         check(abs(own[0] / got[0] - forward) < 1e-3 and abs(own[1] / got[1] - backward) < 1e-3, f'{kernel}: {got[:2]}, {own[:2]}')
         check(got[3]['gpu_bytes'] == own[3]['gpu_bytes'] and got[3]['phases'] == own[3]['phases'], f'{kernel} changes bytes')
@@ -635,14 +637,17 @@ def refusals():
     paper_s = [*small, '--as', 'paper']
     for sentence, *words in [
         ('neither a folder', '--model', 'llama9', '--tokens', '1M'), ('--tokens is missing', '--model', 'llama3-8b'),
-        ('--model is missing', '--tokens', '1M'), *[('neither a file nor cpu', *small, '--machine', name) for name in ('abacus', 'h100', 'h100x0', 'h100x257', 'x8', 'cpux8')],
-        ('--as paper has upipe, ulysses, ring, fpdt, native', *paper_s, '--method', 'zigzag'), ('--as is upipe', *small, '--as', 'nanotron'),
+        ('--model is missing', '--tokens', '1M'),
+        *[('neither a file nor cpu', *small, '--machine', name) for name in ('abacus', 'h100', 'h100x0', 'h100x257', 'x8', 'cpux8')],
+        ('--as paper has upipe, ulysses, ring, fpdt, native', *paper_s, '--method', 'zigzag'),
+        ('--as is upipe', *small, '--as', 'nanotron'),
         ('has 8', *small, '--ranks', '16'), ('no --activations offload', *paper_s, '--method', 'native', '--activations', 'offload'),
         ('wants GPUs', *paper_s, '--machine', 'cpu'), ('may come 16 times', *small, *['--calibrate', 'x'] * 17),
         ('no effect without --model', '--write-machine', at('never.json'), '--tokens', '1M'),
         ('contradict', *small, '--method', 'ulysses', '--chunk', '8'), ('chunk', *paper_s, '--chunk', '7'),
         ('--train would have no effect', *paper_s, '--train', '*norm*'),
-        ('--documents would have no effect with --as paper', *paper_s, '--documents', 'lognormal:2k,1,4k'), ('--lora is RANK', *small, '--lora', '0'),
+        ('--documents would have no effect with --as paper', *paper_s, '--documents', 'lognormal:2k,1,4k'),
+        ('--lora is RANK', *small, '--lora', '0'),
         ('has a name like', *small, '--train', '*.qq'),
         ('none of these can be given', *small, '--best', '--method', 'upipe'),
         ('mixtral', '--tokens', '1k', '--model', model('experts', model_type='mixtral')),

@@ -94,8 +94,9 @@ static inline int as_kernel(const setting *s, const machine *m)
 }
 
 enum { AS_CHUNK = 65536 /* tokens of a chunk of FPDT, its default */ };
-#define AS_FP8 \
-    1.5 /* products in fp8 against bf16, with the time to make them: torchtitan's 1.28 of whole steps; a guess */
+
+/* Products in fp8 against bf16, with the time to make the operands: a guess, by torchtitan's 1.28 of whole steps. */
+#define AS_FP8 1.5
 
 /* Numbers of a setting that memory and time need. */
 typedef struct as_rank {

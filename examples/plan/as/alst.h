@@ -11,7 +11,7 @@ static const program as_alst = {
         "Arctic Long Sequence Training (2025): DeepSpeed ZeRO-3 and Ulysses, transformers, FlashAttention-2",
     .methods =
         {{"ulysses",
-          "19 runs of llama3.1-70b, llama3.1-8b, qwen3-32b on h100, h200, 32000 to 15500000 tokens; memory of 9, 4 of them fitted, is off by -9 to +6 %; time of 10, 2 of them fitted, is off by -42 to +4 %",
+          "19 runs of llama3.1-70b, llama3.1-8b, qwen3-32b on h100, h200, 32000 to 15500000 tokens; memory of 9, 4 fitted, is off by -9 to +6 %; time of 10, 2 fitted, is off by -42 to +4 %",
           AS_ULYSSES, KERNEL_FA2, 0.955, 0.09, 0, 1}},
     .loss = 1 << AS_WHOLE | 1 << AS_TILED,
     .mlp = 1 << AS_WHOLE | 1 << AS_TILED,

@@ -9,7 +9,7 @@ static const program as_megatron = {
         "Megatron-Core and TransformerEngine (2025) without tensor and pipeline parallelism; its memory is a guess",
     .methods =
         {{"ring",
-          "6 runs of llama3-8b on b200, h100, 8k to 64k tokens; time of 6, 1 of them fitted, is off by -1 to +7 %",
+          "6 runs of llama3-8b on b200, h100, 8k to 64k tokens; time of 6, 1 fitted, is off by -1 to +7 %",
           AS_RING, KERNEL_CUDNN, 1, 0.0005, 0, 0},
          {"ulysses", "", AS_ULYSSES, KERNEL_CUDNN, 1, 0.0005, 0, 1}},
     .loss = 1 << AS_WHOLE,

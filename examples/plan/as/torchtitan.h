@@ -7,7 +7,7 @@ static const program as_torchtitan = {
     .is = "torchtitan as it comes (2024): FSDP2, PyTorch's ring, torch.compile; of H100s limited to 500 W",
     .methods =
         {{"ring",
-          "4 runs of llama3.1-8b on h100-96g, 32k to 256k tokens; memory of 4, 1 of them fitted, is off by -2 to -1 %; time of 4, 2 of them fitted, is off by -5 to +37 %",
+          "4 runs of llama3.1-8b on h100-96g, 32k to 256k tokens; memory of 4, 1 fitted, is off by -2 to -1 %; time of 4, 2 fitted, is off by -5 to +37 %",
           AS_RING, KERNEL_FA2, 0.56, 0, 0, 0}},
     .loss = 1 << AS_WHOLE,
     .mlp = 1 << AS_WHOLE,

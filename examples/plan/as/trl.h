@@ -9,10 +9,10 @@ static const program as_trl = {
     .is = "TRL 1.13 and accelerate (2026): FSDP2 with PyTorch's ring, or DeepSpeed ZeRO-3 and Ulysses",
     .methods =
         {{"ring",
-          "9 runs of qwen3-0.6b, qwen3-4b, qwen3-8b on h100, 1M to 4M tokens; memory of 6, 1 of them fitted, is off by -4 to +6 %; time of 8, 0 of them fitted, is off by -9 to +8 %",
+          "9 runs of qwen3-0.6b, qwen3-4b, qwen3-8b on h100, 1M to 4M tokens; memory of 6, 1 fitted, is off by -4 to +6 %; time of 8, none fitted, is off by -9 to +8 %",
           AS_RING, KERNEL_CUDNN, 1, 0, 0, 0},
          {"ulysses",
-          "5 runs of qwen3-4b on h100, 8k to 96k tokens; memory of 5, 1 of them fitted, is off by -6 to +3 %",
+          "5 runs of qwen3-4b on h100, 8k to 96k tokens; memory of 5, 1 fitted, is off by -6 to +3 %",
           AS_ULYSSES, KERNEL_FA2, 1, 0.09, 0, 1}},
     .loss = 1 << AS_WHOLE | 1 << AS_TILED,
     .mlp = 1 << AS_WHOLE,
