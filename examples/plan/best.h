@@ -74,14 +74,14 @@ static const candidate *best_search(search_state *f, estimate *e)
 }
 
 /* Beside another program's: the fastest that this library would take, with the same attention kernel. */
-static void best_here(const job *j, const planner *p, int attention, estimate *e)
+static void best_here(const job *j, const planner *p, int kernel, estimate *e)
 {
     setting s = j->s;
     search_state f;
     const candidate *won;
     char flags[256], a[32], b[32];
     memset(&s.as, 0, sizeof s.as);
-    s.attention = attention;
+    s.attention = kernel;
     s.offload_optimizer = s.offload_weights = 0;
     s.zero = 3;
     f = search_begin(j, p, &s);
