@@ -233,7 +233,7 @@ static void test_help(void)
         int bit;
         const char *text;
     } all[] = {
-        {IN_PLAN, "--machine NAME|FILE h100x8,"},
+        {IN_PLAN, "--machine NAME|FILE so many GPUs,"},
         {IN_PLAN, "or a file (h100x8) --method"},
         {IN_PLAN, "ranks of a ring of usp and upipe-ring (2) [1 to 256]"},
         {IN_COMPARE, "(2048) [1 to 9223372036854775807]"},
