@@ -19,7 +19,7 @@ enum { AS_RING, AS_ULYSSES, AS_FPDT, AS_UPIPE };
 
 /* as_method -- a value of --method
  *   attention   the kernel that it runs
- *   part    the part of the kernel's rate that attention reaches where ranks share a sequence; 0: MACHINE_NATIVE
+ *   part    the part of the kernel's rate that attention reaches, of a ring where ranks share a sequence; 0: MACHINE_NATIVE
  *   layer   seconds of starting a layer's kernels in a micro-batch, all passes; 0: the machine's
  *   stays   the layers' inputs stay on the GPU, and norms are in f32: `fetched` tensors more; the table of the embedding or
  *           the head is gathered all the time
@@ -307,8 +307,8 @@ static inline void as_time(estimate *e, const as_rank *t, const setting *s, cons
     const double embed = (double)c->vocab * (double)c->dim, others = 1 - 1.0 / t->all;
     const double seen = c->window > 0 && c->window < s->tokens ? (double)c->window : (double)s->tokens / 2;
     const double attn = 4 * t->rows * seen * c->heads * c->head_dim * t->layers; /* one forward */
-    const double shared = t->how->part > 0 ? t->how->part : m->rate[MACHINE_NATIVE],
-                 part = t->ranks > 1 ? shared : 1;
+    const double reached = t->how->part > 0 ? t->how->part : m->rate[MACHINE_NATIVE],
+                 part = t->how->kind == AS_RING && t->ranks == 1 ? 1 : reached;
     const double micro = (double)s->accumulate;
     const double once = s->as.all ? 6 : 8; /* FLOPs of a parameter and token: a layer is computed twice */
     const double away = s->offload_optimizer ? t->params / t->all : 0;
