@@ -129,7 +129,7 @@ static inline int preset_find(llama_config *c, char note[PRESET_NOTE], const cha
     note[0] = '\0';
     for (i = 0; i < (int)PRESETS; ++i) {
         if (strcmp(presets[i].name, name) != 0) continue;
-        if (ignored->n > 0)
+        if (ignored != NULL && ignored->n > 0)
             return cli_refuse("--ignore-key would have no effect with --model %s, which has no config.json",
                               name);
         preset_config(c, &presets[i]);

@@ -260,17 +260,19 @@ static json_t *report_whole(double n)
     return fabs(n) < 0x1p63 ? json_integer(llrint(n)) : json_real(n);
 }
 
-/* report_write -- the file of --json, and no more of `root`; EXIT_RUN with the sentence out where it cannot be written */
+/* report_write -- the file of --json, and no more of `root`; EXIT_RUN with the sentence out where it cannot be written. It is
+ * written to the file, which remembers what failed: jansson's own text loses a key where memory is out, and says nothing */
 static int report_write(files *all, const char *path, json_t *root)
 {
-    char *text = json_dumps(root, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
     FILE *f;
-    json_decref(root);
-    if (text == NULL) report_lost();
     files_begin(all);
     f = files_open(all, path);
-    if (f != NULL) fprintf(f, "%s\n", text);
-    free(text);
+    if (f != NULL && json_dumpf(root, f, JSON_INDENT(2) | JSON_REAL_PRECISION(9)) != 0 && !ferror(f)) {
+        files_abandon(all);
+        report_lost();
+    }
+    json_decref(root);
+    if (f != NULL) fputc('\n', f);
     return f == NULL || files_close(all, f) != 0 || files_commit(all) != 0 ? EXIT_RUN : 0;
 }
 
