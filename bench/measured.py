@@ -130,7 +130,8 @@ class Measured(common.Benchmark):
         with open(options.json, 'w', encoding='utf-8') as target:
             json.dump(runs, target, indent=1)
             target.write('\n')
-        self.picture(runs)
+        if not options.quick:
+            self.picture(runs)
         stale = [f"--as {key[0]} --method {key[1]} says \"{was}\", not \"{text}\"" for key, text in ends(runs).items()
                  for was in {run['said'] for run in runs if (run['program'], run['method']) == key} if was != text]
         for sentence in stale:

@@ -434,6 +434,7 @@ def has_settings():
             again = plan(*words, *one['flags'].split())
             check(again['gpu_bytes'] == one['gpu_bytes'] and abs(again['seconds_step'] / one['seconds_step'] - 1) < 1e-7,
                   f'{name}: {one} is {again["gpu_bytes"]} bytes')
+    refused('--attention fa2 wants GPUs', '--model', 'llama3-8b', '--tokens', '64k', '--machine', 'cpu', '--attention', 'fa2')
     refused('an A100 has none', '--model', 'llama3-8b', '--tokens', '64k', '--as', 'megatron', '--machine', 'a100x8', '--fp8')
     refused('H100 and H200 alone', '--model', 'llama3-8b', '--tokens', '64k', '--attention', 'fa3', '--machine', 'a100x8')
     plan('--model', 'llama3-8b', '--tokens', '64k', '--as', 'paper', '--machine', 'a100x8')
@@ -487,6 +488,11 @@ def as_bytes():
         want = micro * (2 * attention / WIDE['attention_forward_flops'] + 5 * attention / WIDE['attention_backward_flops'] +
                         4096 * 6 * (LAYERS * (LAYER - DIM * WIDTH) / 1.5 + VOCAB * DIM) / 1.2 / WIDE['dense_flops'] + LAYERS * 0.0005)
         check(abs(got['seconds_step'] / want - 1) < 1e-6, f"{micro} micro-batches: {got['seconds_step']} s, not {want}")
+    # of micro-batches each moves its own activations, segments and weights
+    for name, *more in (['paper', '--method', 'fpdt'], ['deepspeed-alst', '--offload-optimizer', '--offload-weights']):
+        links = [plan(*words, name, *more, '--accumulate', micro)['link_bytes'] for micro in (1, 3)]
+        returned = (2 + 2) * parameters / 4 if len(more) == 2 and name != 'paper' else 0 # by the optimizer, once a step
+        check(links[1] - returned == 3 * (links[0] - returned), f'{name}: {links} bytes of one and of three micro-batches')
     # weights and gradients are whole where only moments are sharded
     got = [part(plan(*words, 'megatron', '--zero', stage), 'states') for stage in (1, 3)]
     check(got == [(6 + 12 / 4) * parameters, 18 / 4 * parameters], f'{got} bytes of states')

@@ -18,12 +18,12 @@
 enum { AS_RING, AS_ULYSSES, AS_FPDT, AS_UPIPE };
 
 /* as_method -- a value of --method
- *   attention   the kernel that it runs
- *   part    the part of the kernel's rate that attention reaches, of a ring where ranks share a sequence; 0: MACHINE_NATIVE
- *   layer   seconds of starting a layer's kernels in a micro-batch, all passes; 0: the machine's
- *   stays   the layers' inputs stay on the GPU, and norms are in f32: `fetched` tensors more; the table of the embedding or
- *           the head is gathered all the time
- *   wide    a team is all ranks, on nodes too
+ *   attention  the kernel that it runs
+ *   part       the part of the kernel's rate that attention reaches, of a ring where ranks share a sequence; 0: MACHINE_NATIVE
+ *   layer      seconds of starting a layer's kernels in a micro-batch, all passes; 0: the machine's
+ *   stays      the layers' inputs stay on the GPU, and norms are in f32: `fetched` tensors more; the table of the embedding
+ *              or the head is gathered all the time
+ *   wide       a team is all ranks, on nodes too
  *   measured   how far plans are off what others measured, as bench/measured.py has it */
 typedef struct as_method {
     const char *name, *measured;
@@ -37,7 +37,7 @@ enum { AS_METHODS = 5, AS_WHOLE = 0, AS_TILED = 1 };
 /* program -- what another program does. Sizes are in tensors [T][D] of bf16 unless they say otherwise
  *   is          one line: its versions, and what its numbers are from
  *   methods     the default first; those behind it have no name
-   bits 1 << AS_WHOLE, 1 << AS_TILED: what it can; the default is the highest
+ *   loss, mlp   bits 1 << AS_WHOLE, 1 << AS_TILED: what it can; the default is the highest
  *   keeps       bits 1 << ACTIVATIONS_...: what it can keep where layers are computed again;  all: it can keep everything
  *   hosts       1: the optimizer's states may be in the host's memory, with gradients; 2: and weights
  *   fp8         it has products in fp8
@@ -328,14 +328,14 @@ static inline void as_time(estimate *e, const as_rank *t, const setting *s, cons
         w->merged = micro * t->layers * (t->ring - 1) * (t->q / 2 * 28 + t->k / 2 * 16);
     }
     w->states = t->params * (4 * (s->zero == 3 ? micro : 1) + 4) * others;
-    w->waited = micro * 2 * ((t->layers - t->kept) * t->x + t->sac * t->q) +
-                (s->offload_weights ? 3 * t->p->weights * t->params / t->all : 0);
+    w->waited = micro * (2 * ((t->layers - t->kept) * t->x + t->sac * t->q) +
+                         (s->offload_weights ? 3 * t->p->weights * t->params / t->all : 0));
     w->updated = away * (7 * 4 + 2);
     w->returned = away * (2 + t->p->gradients);
     w->stages = micro * t->layers * 3 * (t->stages - 1);
     if (t->how->kind == AS_FPDT)
         w->segments =
-            t->layers * 6 * (t->q + 2 * t->k); /* out and in: forward, recomputed forward, backward */
+            micro * t->layers * 6 * (t->q + 2 * t->k); /* out and in: forward, recomputed forward, backward */
     w->started = t->how->layer > 0 ? t->how->layer : m->rate[MACHINE_LAYER];
     w->started *= micro * t->layers;
     estimate_time(e, m, (int)t->all, t->team);

@@ -100,8 +100,8 @@ static const struct {
     double speed, link, pcie, memory; /* against an H100: 989 TFLOP/s, 450 and 64 GB/s one way, 3,350 GB/s */
     const char *why;
 } machine_cards[] = {
-    {"h100", "h100", 8, 80, 1945, 1, 1, 1, 1, NULL},     /* 1.9 TiB a node, the paper's section 5.1 */
-    {"h100-96g", "h100", 8, 95, 1945, 1, 1, 1, 1, NULL}, /* the first ones, with HBM2e */
+    {"h100", "h100", 8, 80, 1945, 1, 1, 1, 1, NULL}, /* 1.9 TiB a node, the paper's section 5.1 */
+    {"h100-96g", "h100", 8, 95, 1945, 1, 1, 1, 1, "as h100x8, though its memory is slower"},
     {"h200", "h100", 8, 140, 1945, 1, 1, 1, 1, "as h100x8: the same processor"},
     {"a100", "a100", 8, 80, 1024, 312.0 / 989, 0.5, 0.5, 0.5,
      "h100x8's, by the ratio of the data sheets' bf16 rates or links"},

@@ -98,33 +98,13 @@ static int options_as_method(options *o, const program *p)
 /* Another program's flags, and its defaults. */
 static int options_as(job *j)
 {
-    static const size_t known[] = {AT(as.program),
-                                   AT(as.loss),
-                                   AT(as.mlp),
-                                   AT(as.all),
-                                   AT(as.fp8),
-                                   AT(attention),
-                                   AT(model),
-                                   AT(machine),
-                                   AT(method_name),
-                                   AT(how.ranks),
-                                   AT(how.chunk),
-                                   AT(how.ring),
-                                   AT(zero),
-                                   AT(replicas),
-                                   AT(accumulate),
-                                   AT(tokens),
-                                   AT(batch),
-                                   AT(activations),
-                                   AT(offload_optimizer),
-                                   AT(offload_weights),
-                                   AT(max_tokens),
-                                   AT(best),
-                                   AT(json),
-                                   AT(calibrate),
-                                   AT(write_machine),
-                                   AT(ignore_key),
-                                   AT(progress)};
+    /* clang-format off */
+    static const size_t known[] = {
+        AT(model), AT(machine), AT(tokens), AT(batch), AT(accumulate), AT(replicas), AT(how.ranks), AT(how.ring), AT(how.chunk),
+        AT(method_name), AT(activations), AT(offload_optimizer), AT(offload_weights), AT(zero), AT(attention), AT(as.program),
+        AT(as.loss), AT(as.mlp), AT(as.all), AT(as.fp8), AT(best), AT(max_tokens), AT(json), AT(calibrate), AT(write_machine),
+        AT(ignore_key), AT(progress)};
+    /* clang-format on */
     options *o = &j->o;
     const program *p = as_program(o->as.program);
     char there[64];
@@ -165,6 +145,9 @@ static int options_method(job *j)
         return cli_refuse(
             "--best tries all methods, chunks, segments, rings, activations, overlaps and tiles: none of "
             "these can be given");
+    if (o->attention != KERNEL_MACHINE && j->machine.gpu == 0)
+        return cli_refuse("--attention %s wants GPUs: %s has none", kernel_names[o->attention],
+                          j->machine.name);
     if (!kernel_runs(o->attention, j->machine.card))
         return cli_refuse("--attention %s runs on H100 and H200 alone", kernel_names[o->attention]);
     if (o->as.program > 0) return options_as(j);

@@ -203,10 +203,11 @@ static void search_as(search_state *f, search_one *one)
 {
     const program *p = as_program(f->start.as.program);
     setting s = f->start;
+    const int node = f->p->m->ranks_node, team = s.how.ranks < node ? s.how.ranks : node;
     for (s.as.method = 0; s.as.method < AS_METHODS && as_method_of(&s)->name != NULL; ++s.as.method) {
         const int staged = as_method_of(&s)->kind == AS_UPIPE, most = staged ? s.layout->config.heads / 2 : 1;
         if (!options_given(&f->j->o, &f->j->o.attention)) s.attention = as_kernel(&s, f->p->m);
-        for (s.how.chunk = staged ? s.how.ranks : 0; s.how.chunk <= most; s.how.chunk *= 2) {
+        for (s.how.chunk = staged ? team : 0; s.how.chunk <= most; s.how.chunk *= 2) {
             for (s.as.loss = 0; s.as.loss < 2; ++s.as.loss)
                 for (s.as.mlp = 0; s.as.mlp < 2; ++s.as.mlp)
                     if (p->loss >> s.as.loss & p->mlp >> s.as.mlp & 1) {

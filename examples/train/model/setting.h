@@ -32,7 +32,7 @@ typedef struct setting {
     const int64_t *borders;
     int64_t borders_n;
     int device;    /* DEVICE_... */
-    int attention; /* of upipe-plan, as the two below: whose kernel */
+    int attention; /* of upipe-plan, as the one below: whose kernel */
     as_choice as;
 } setting;
 
