@@ -263,6 +263,53 @@ static void test_help(void)
     }
 }
 
+/* A wrong flag is refused with the one that it may have been meant for; one that is like none is not explained. */
+static void test_nearest(void)
+{
+    static const struct {
+        int bit;
+        const char *word, *said;
+    } all[] = {
+        {IN_TRAIN, "--rank", "'--rank' is no flag of this program: --ranks is"},
+        {IN_TRAIN, "--ofload-optimizer", ": --offload-optimizer is"},
+        {IN_TRAIN, "--learning-rate", "'--learning-rate' is no flag of this program"},
+        {IN_TRAIN, "--model_dim", ": --model-dim is"},
+        {IN_TRAIN, "--activatoins=ac", ": --activations is"},
+        {IN_PLAN, "--max-token", ": --max-tokens is"},
+        {IN_PLAN, "--wr", "'--wr' is no flag of this program"},
+        {IN_PLAN, "--step", "'--step' is no flag of this program"}, /* --steps is the trainer's */
+        {IN_PLAN, "-ranks", "'-ranks' is no flag of this program"},
+        {IN_COMPARE, "--x", "'--x' is no flag of this program"},
+        {IN_PLAN, "--best=1", "--best takes no value"},
+        {IN_TRAIN, "ranks", "'ranks' is not a flag"},
+    };
+    for (size_t i = 0; i < sizeof all / sizeof *all; ++i) {
+        options o;
+        CHECK_INT(read_words(all[i].bit, &o, 1, &all[i].word), 1 + EXIT_USAGE);
+        CHECK_TEXT(cli_held, all[i].said);
+        CHECK((strstr(all[i].said, ": --") != NULL) == (strstr(cli_held, ": --") != NULL));
+    }
+    /* every flag of a program with a letter too many, or with one left out, is that flag's, or one as near */
+    for (int p = 0; p < PROGRAMS; ++p) {
+        const flag_set set = set_of(programs[p].bit);
+        for (int i = 0; i < FLAG_ROWS; ++i) {
+            const flag_row *row = &flag_rows[i];
+            const int n = (int)strlen(row->name);
+            char name[64];
+            if (!(row->programs & programs[p].bit) || n < 4) continue;
+            for (int cut = 0; cut < n; ++cut) {
+                const flag_row *near;
+                snprintf(name, sizeof name, "%.*s%s", cut, row->name, row->name + cut + 1);
+                near = flag_nearest(&set, name, n - 1);
+                CHECK(near != NULL && flag_distance(name, n - 1, near->name) <= 1);
+                snprintf(name, sizeof name, "%.*sq%s", cut, row->name, row->name + cut);
+                near = flag_nearest(&set, name, n + 1);
+                CHECK(near != NULL && flag_distance(name, n + 1, near->name) <= 1);
+            }
+        }
+    }
+}
+
 int main(int argc, char **argv)
 {
     test_begin(argc, argv);
@@ -271,5 +318,6 @@ int main(int argc, char **argv)
     TEST(test_words());
     TEST(test_agreement());
     TEST(test_help());
+    TEST(test_nearest());
     return test_end("flags");
 }

@@ -363,6 +363,52 @@ static inline int flags_explain(const flag_set *set)
 
 /* ---- the command line ---- */
 
+enum { FLAG_NAME = 32 };
+
+/* Letters that are wrong, missing or too many in a word of n letters, beside a name. */
+static inline int flag_distance(const char *word, int n, const char *name)
+{
+    int row[FLAG_NAME + 1], i, k;
+    const int m = (int)strlen(name);
+    if (n > FLAG_NAME || m > FLAG_NAME) return FLAG_NAME;
+    for (k = 0; k <= m; ++k) row[k] = k;
+    for (i = 1; i <= n; ++i) {
+        int diagonal = row[0]; /* of the row above, as row[k] is until it is overwritten */
+        row[0] = i;
+        for (k = 1; k <= m; ++k) {
+            const int above = row[k], left = row[k - 1], same = diagonal + (word[i - 1] != name[k - 1]);
+            row[k] = same <= above && same <= left ? same : (above < left ? above : left) + 1;
+            diagonal = above;
+        }
+    }
+    return row[m];
+}
+
+/* The flag that a wrong word, of n letters behind its --, may have been meant for: it begins so, or two letters differ, but not
+ * half of them. NULL if there is none. */
+static inline const flag_row *flag_nearest(const flag_set *set, const char *word, int n)
+{
+    const flag_row *nearest = NULL;
+    int i, least = 3;
+    for (i = 0; i < set->n; ++i) {
+        const flag_row *row = &set->rows[i];
+        int far = flag_distance(word, n, row->name);
+        if (!(row->programs & set->programs) || n < 2) continue;
+        if (n >= 3 && strncmp(row->name, word, (size_t)n) == 0) far = 1;
+        if (far >= least || 2 * far >= n) continue;
+        least = far;
+        nearest = row;
+    }
+    return nearest;
+}
+
+static inline int flags_unknown(const flag_set *set, const char *word, int n)
+{
+    const flag_row *near = strncmp(word, "--", 2) == 0 ? flag_nearest(set, word + 2, n - 2) : NULL;
+    if (near == NULL) return cli_refuse("'%s' is no flag of this program", word);
+    return cli_refuse("'%s' is no flag of this program: --%s is", word, near->name);
+}
+
 /* The word argv[*at], and the next one if that is its value. */
 static inline int flags_word(const flag_set *set, void *o, int *given, char **argv, int *at)
 {
@@ -375,9 +421,9 @@ static inline int flags_word(const flag_set *set, void *o, int *given, char **ar
            !((set->rows[i].programs & set->programs) && strncmp(word, "--", 2) == 0 &&
              strlen(set->rows[i].name) == n - 2 && memcmp(set->rows[i].name, word + 2, n - 2) == 0))
         ++i;
+    if (i == set->n) return flags_unknown(set, word, (int)n);
     row = &set->rows[i];
-    if (i == set->n || (row->value == NULL && word[n] == '='))
-        return cli_refuse("'%s' is no flag of this program, or takes no value", word);
+    if (row->value == NULL && word[n] == '=') return cli_refuse("--%s takes no value", row->name);
     if (row->kind == FLAG_HELP || row->kind == FLAG_VERSION) {
         if (cli_mute) return 0;
         if (cli_holds) return 1; /* another process prints it */
