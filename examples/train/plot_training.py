@@ -2,9 +2,10 @@
 """plot_training.py loss|memory PICTURE NUMBERS... -- what train wrote with --json, one NUMBERS a method
 
 loss: the loss of every step; below, what the second method's losses differ by from the first's.
-memory: what one rank holds at the peak of a step, by component, one bar a method; beside it each component's own
-largest, which need not be at the same moment. Runs of a device's size have a line at 80 GB, and runs with a second pool
-its bytes, in the host's memory.
+memory: what one rank holds at the peak of a step, by component, one bar a method; beside it the largest that each
+component becomes in the step, each at a moment of its own. Gradients are those of the weights in both; the residual
+stream's are with the stream, and those of attention with attention. NUMBERS of --plan are drawn as planned. Runs of a
+device's size have a line at 80 GB, and runs with a second pool its bytes, in the host's memory.
 """
 
 import json
@@ -17,9 +18,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 # From the bottom of the stack upwards: component, label, colour.
 COMPONENTS = [
-    ('weights', 'parameters', '#3b4252'),
-    ('gradients', 'gradients', '#9c4a5b'),
-    ('optimizer', 'optimizer', '#7f95b5'),
+    ('weights', 'weights', '#3b4252'),
+    ('gradients', 'gradients of weights', '#9c4a5b'),
+    ('optimizer', 'optimizer states', '#7f95b5'),
     ('checkpoints', 'activation checkpoints', '#c3cede'),
     ('stream', 'residual stream', '#81a969'),
     ('attention', 'attention', '#2a9d8f'),
@@ -109,6 +110,11 @@ def in_components(measured, path):
     return grouped
 
 
+def is_planned(run):
+    """Whether nothing ran: the numbers are those of train --plan."""
+    return 'all_ranks' in run
+
+
 def paper_of(config):
     """The paper's figures for this run, by method; {} where it has none."""
     llama = {'layers': 32, 'model_dim': 4096, 'heads': 32, 'kv_heads': 8, 'ranks': 8, 'dtype': 'bf16', 'batch': 1}
@@ -122,14 +128,24 @@ def draw_paper(axes, place, measured):
         axes.plot([place - 0.38, place + 0.38], [measured, measured], color='#9c4a5b', linewidth=1.2)
         axes.annotate('measured by the paper', (place, measured), xytext=(0, -3), textcoords='offset points', ha='center',
                       va='top', fontsize=8, color='#9c4a5b')
-    return 'paper: ' + ('out of memory' if measured is None else f'{measured:.1f} GiB')
+    return 'paper, measured:\n' + ('out of memory' if measured is None else f'{measured:.1f} GiB')
+
+
+def draw_beside(axes, place, thin, most):
+    """Numbers of segments too thin to hold them, right of the bar: from the bottom upwards, each with a line to its own."""
+    below = -most
+    for middle, height in thin:
+        at = max(middle, below + 0.04 * most)
+        axes.annotate(short(height), (place + 0.275, middle), xytext=(place + 0.34, at), va='center', fontsize=8,
+                      arrowprops={'arrowstyle': '-', 'linewidth': 0.6, 'shrinkA': 1, 'shrinkB': 0})
+        below = at
 
 
 def draw_stacks(axes, runs, stacks, unit):
     totals = [sum(stack.values()) / unit for stack in stacks]
     names = []
     for place, stack in enumerate(stacks):
-        bottom = 0
+        bottom, thin = 0, []
         for name, _, colour in COMPONENTS:
             height = stack[name] / unit
             axes.bar(place, height, 0.55, bottom, color=colour, edgecolor='white', linewidth=0.5)
@@ -137,7 +153,10 @@ def draw_stacks(axes, runs, stacks, unit):
                 dark = sum(int(colour[at:at + 2], 16) for at in (1, 3, 5)) < 400
                 axes.annotate(short(height), (place, bottom + height / 2), ha='center', va='center', fontsize=8,
                               color='white' if dark else 'black')
+            elif height > 0.005 * max(totals):
+                thin.append((bottom + height / 2, height))
             bottom += height
+        draw_beside(axes, place, thin, max(totals))
         note = f'{bottom:.1f}'
         if place > 0 and totals[0] > 0:
             share = 100 * (1 - totals[place] / totals[0])
@@ -149,12 +168,12 @@ def draw_stacks(axes, runs, stacks, unit):
         names.append(NAMES[config['method']])
         if config['method'] in paper:
             names[-1] += '\n' + draw_paper(axes, place, paper[config['method']])
-    axes.set_xlim(-0.5, len(runs) - 0.5)
+    axes.set_xlim(-0.5, len(runs) - 0.42)
     axes.set_ylim(0, 1.14 * max(totals + [axes.get_ylim()[1] / 1.14]))
     axes.set_xticks(range(len(runs)), names)
     axes.tick_params(axis='x', length=0)
     axes.grid(axis='y', color='#dddddd', linewidth=0.6)
-    axes.set_title('at the peak of a step', fontsize=10)
+    axes.set_title('together, at the peak of the step', fontsize=10)
     tidy(axes)
 
 
@@ -174,7 +193,7 @@ def draw_largest(axes, runs, largest, unit):
     axes.set_xlim(0, 1.12 * most)
     axes.grid(axis='x', color='#dddddd', linewidth=0.6)
     order = ' above '.join(NAMES[run['config']['method']] for run in runs)
-    axes.set_title(f'largest of each: {order}', fontsize=10)
+    axes.set_title(f'the largest of each in the step, each at a moment of its own\n{order}', fontsize=10)
     tidy(axes)
 
 
@@ -206,9 +225,10 @@ def draw_memory(runs, paths):
     draw_stacks(panels[0], runs, stacks, unit)
     draw_device(panels[0], runs, peak, unit, name)
     draw_largest(panels[1], runs, largest, unit)
-    panels[0].set_ylabel(f'live bytes of one rank, {name}')
+    panels[0].set_ylabel(('planned ' if all(map(is_planned, runs)) else '') + f'live bytes of one rank, {name}')
     panels[1].set_xlabel(name)
-    figure.suptitle('Memory of ' + title(runs[0]['config']), fontsize=10)
+    what = 'Planned memory of ' if all(map(is_planned, runs)) else 'Memory of '
+    figure.suptitle(what + title(runs[0]['config']), fontsize=10)
     return figure
 
 

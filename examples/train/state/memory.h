@@ -36,7 +36,7 @@ typedef struct memory_plan {
     size_t phase[MODEL_PHASES]; /* live bytes at most */
     size_t peak;                /* the largest of them */
     size_t host;                /* the second pool */
-    size_t at_peak[MEMORY_PARTS], largest[MEMORY_PARTS];
+    size_t at_peak[MEMORY_PARTS], largest[MEMORY_PARTS]; /* each part's largest is at a moment of its own */
     size_t need, host_need;       /* slabs */
     int64_t sent, moved;          /* to other ranks, and between the pools, in the step */
     int64_t moved_states;         /* of the latter: weights, gradients and what the optimizer needs of them */
@@ -55,7 +55,6 @@ typedef struct memory_dry {
     int64_t gathered[UPIPE_THREADS_MAX * UPIPE_ALL_GATHER_MAX];
     upipe_mem host;
     memory_plan *plan;
-    size_t most[MODEL_PHASES]; /* live bytes of a phase so far */
 } memory_dry;
 
 /* The part that a block belongs to. What attention leaves for its backward waits through the MLP's. */
@@ -83,7 +82,7 @@ static inline int memory_part(int use, int phase)
     }
 }
 
-/* The dry pool's guard: asked before each allocation. Parts are counted where a phase holds more than ever before. */
+/* The dry pool's guard: asked before each allocation. Each part's largest is its own, whatever the others then hold. */
 static inline upipe_status memory_guard(void *user, size_t bytes, int use, const char *tag)
 {
     memory_dry *d = (memory_dry *)user;
@@ -92,8 +91,6 @@ static inline upipe_status memory_guard(void *user, size_t bytes, int use, const
     size_t part[MEMORY_PARTS] = {0};
     int i, k;
     (void)tag;
-    if (live <= d->most[m->phase]) return UPIPE_OK;
-    d->most[m->phase] = live;
     part[memory_part(use, m->phase)] = bytes;
     for (i = 0; i < m->blocks_n; ++i) part[memory_part(m->blocks[i].use, m->phase)] += m->blocks[i].bytes;
     for (k = 0; k < MEMORY_PARTS; ++k) d->plan->largest[k] = upipe_max_bytes(d->plan->largest[k], part[k]);
