@@ -1,5 +1,5 @@
 /* test_shard -- which rank holds which tokens: a permutation for every layout, pieces that say the same as
- * positions, equal work for the ring's ranks at every step
+ * positions, rows of a batch, equal work for the ring's ranks at every step
  */
 #include "lib/test.h"
 #include "upipe/upipe_plan.h"
@@ -105,6 +105,27 @@ static void test_rows(void)
     CHECK_INT(strcmp(upipe_layout_name(UPIPE_STRIPED), "striped"), 0);
 }
 
+/* Rows of a batch of two sequences of 10, which 2 x 2 ranks share: written out by hand. */
+static void test_batch(void)
+{
+    static const int want[UPIPE_LAYOUTS][4][6] = {
+        {{0, 1, 10, 11}, {2, 3, 4, 12, 13, 14}, {5, 6, 15, 16}, {7, 8, 9, 17, 18, 19}},
+        {{0, 1, 10, 11}, {7, 8, 9, 17, 18, 19}, {2, 3, 12, 13}, {4, 5, 6, 14, 15, 16}},
+        {{0, 2, 10, 12}, {4, 6, 8, 14, 16, 18}, {1, 3, 11, 13}, {5, 7, 9, 15, 17, 19}},
+    };
+    for (int layout = 0; layout < UPIPE_LAYOUTS; ++layout)
+        for (int rank = 0; rank < 4; ++rank) {
+            upipe_plan_desc d = {.tokens = 10, .batch = 2, .ranks = 2, .ring = 2, .heads = 2, .head_dim = 32};
+            upipe_plan p;
+            upipe_err e;
+            d.layout = (upipe_layout)layout, d.rank = rank % 2, d.ring_rank = rank / 2;
+            test_at("%s, rank %d of ring rank %d", upipe_layout_name(d.layout), d.rank, d.ring_rank);
+            CHECK_STATUS(upipe_plan_init(&p, &d, &e), UPIPE_OK, e);
+            CHECK_INT(p.rows, d.rank == 0 ? 4 : 6);
+            for (int r = 0; r < (int)p.rows; ++r) CHECK_INT(upipe_plan_row(&p, r), want[layout][rank][r]);
+        }
+}
+
 /* Work of ring rank r in a step in which it has the keys of rank s, under a causal mask: visible pairs, and
  * tiles of `tile` rows and keys with one at least, piece by piece. */
 static int64_t work(upipe_layout layout, int64_t tokens, int ring, int r, int s, int64_t tile)
@@ -157,6 +178,7 @@ int main(int argc, char **argv)
     TEST(test_permutation());
     TEST(test_large());
     TEST(test_rows());
+    TEST(test_batch());
     TEST(test_balance());
     return test_end("shard");
 }

@@ -45,7 +45,7 @@
  *     upipe_linear_layer_fwd(&ctx, ctx.team, &l, ...);   a layer of it                       upipe_linear_layer.h
  *
  *     desc.ring = R; ctx.ring = &ring;                   ring attention, USP, UPipe x ring   upipe_ring.h
- *     upipe_shard_pos(&plan.shard, i);                   which token row i of a rank is      upipe_plan.h
+ *     upipe_plan_row(&plan, r);                          which token row r of a rank is      upipe_plan.h
  *     upipe_fpdt_fwd(&ctx, &fpdt, &saved, x);            FPDT, UPipe x FPDT                  upipe_fpdt.h
  *
  * Every part can be used alone. A trainer with a forward of its own may use the plan, the pool and the

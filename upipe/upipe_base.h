@@ -26,7 +26,7 @@
 
 #if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
 #error \
-    "upipe checks for NaN, which -ffast-math and -Ofast compile away: use it in a unit of its own, compiled without (docs/config.md), or add -fno-finite-math-only where the kernels are only declared"
+    "upipe checks for NaN, which -ffast-math and -Ofast compile away: add -fno-finite-math-only, and compile the kernels in a unit of their own without these flags (docs/porting.md)"
 #endif
 
 /* Header-only: every function is private to the unit that includes it, used there or not. */

@@ -31,7 +31,7 @@
  * Then the all-to-all's ranks cut what their ring rank holds into C parts, in order. Parts differ by one
  * token where the number does not divide: part i of n tokens begins at upipe_cut(n, parts, i).
  *
- *     for (i = 0; i < plan.shard.n; ++i) input[i] = sequence[upipe_shard_pos(&plan.shard, i)];
+ *     for (r = 0; r < plan.rows; ++r) input[r] = batch[upipe_plan_row(&plan, r)];
  *
  * A host that loads its data like this is the sharder; nothing is ever permuted over the network.
  */
@@ -256,6 +256,15 @@ typedef struct upipe_head_range {
 /* What an all-to-all of a stage moves: Q (and O, dO, dQ); K and V that are fetched; their gradients, sent
  * back. */
 typedef enum upipe_a2a_heads { UPIPE_A2A_Q, UPIPE_A2A_KV, UPIPE_A2A_DKV } upipe_a2a_heads;
+
+/* upipe_plan_row -- the row of the whole batch, [batch][tokens], that is row r of this rank
+ *   r        0 <= r < p->rows: token r % T of this rank's part of sequence r / T
+ *   returns  b * tokens + the token's position in sequence b: % desc.tokens is the position, / desc.tokens is b
+ */
+UPIPE_API int64_t upipe_plan_row(const upipe_plan *p, int64_t r)
+{
+    return r / p->local * p->desc.tokens + upipe_shard_pos(&p->shard, r % p->local);
+}
 
 /* ---- which heads a rank attends in which stage ---- */
 

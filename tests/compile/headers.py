@@ -171,7 +171,7 @@ def fast_math_jobs(compiler, top):
     for flag in ('-ffast-math', '-Ofast', '-ffinite-math-only'):
         for words in (declared, ['-fsyntax-only']):
             jobs.append((compile_refused, f'{compiler} {flag} {words[0]} is refused', compiler, [flag, *words], '.c', both,
-                         'use it in a unit of its own', top))
+                         'add -fno-finite-math-only', top))
     if compiler == 'gcc': # clang's macros do not tell
         jobs.append((compile_refused, 'associative kernels are refused', compiler,
                      ['-Ofast', '-fno-finite-math-only', '-fsyntax-only'], '.c', both, 'UPIPE_CPU_DEFINE', top))

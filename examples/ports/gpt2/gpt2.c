@@ -14,6 +14,7 @@
 #include "upipe/cpu/upipe_cpu.h"
 #endif
 #include <math.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -60,6 +61,13 @@ typedef struct part {
     upipe_saved saved[LAYERS];
 #endif
 } part;
+
+/* A row more: `row` of the whole batch. */
+static void add_row(part *p, int64_t row)
+{
+    p->sequence[p->rows] = (int)(row / TOKENS);
+    p->position[p->rows++] = (int)(row % TOKENS);
+}
 
 /* y [n][out] = x [n][in] * w [out][in]^T + b */
 static void linear(float *y, const float *x, const float *w, const float *b, int n, int in, int out)
@@ -390,10 +398,7 @@ static int train(part *p, int first)
 static upipe_status rank_main(void *user, upipe_session *h)
 {
     static _Thread_local part p; /* a rank is a thread */
-    for ((void)user, p.session = h; p.rows < h->plan.rows; ++p.rows) {
-        p.sequence[p.rows] = p.rows / (int)h->plan.shard.n;
-        p.position[p.rows] = (int)upipe_shard_pos(&h->plan.shard, p.rows % h->plan.shard.n);
-    }
+    for ((void)user, p.session = h; p.rows < h->plan.rows;) add_row(&p, upipe_plan_row(&h->plan, p.rows));
     return train(&p, h->ctx.team->rank == 0) ? h->ctx.err.status : UPIPE_OK;
 }
 #endif
@@ -411,8 +416,7 @@ int main(int argc, char **argv)
 #else
     static part p;
     (void)argc, (void)argv;
-    for (; p.rows < ROWS; ++p.rows)
-        p.sequence[p.rows] = p.rows / TOKENS, p.position[p.rows] = p.rows % TOKENS;
+    while (p.rows < ROWS) add_row(&p, p.rows);
     return train(&p, 1);
 #endif
 }
