@@ -10,9 +10,12 @@ top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
 every='--method ulysses --method upipe --method upipe-naive --method ring --method zigzag --method stripe
     --method double-ring --method allgather --method usp --method upipe-ring --method fpdt --method upipe-fpdt'
 
-# The Llama that is trained with either method.
-model='--layers 2 --model-dim 128 --heads 16 --kv-heads 4 --head-dim 32'
-schedule='--ranks 4 --tokens 4096 --batch 1 --steps 40 --lr 2e-3 --warmup 8 --zero 3 --seed 1 --sample 120'
+# The Llama that is trained with either method. A byte model of this size learns from the number of steps, so they are short.
+model='--ranks 4 --layers 2 --model-dim 128 --heads 8 --kv-heads 4 --head-dim 32 --batch 1 --zero 3 --seed 1'
+schedule='--tokens 256 --steps 1600 --lr 1.5e-3 --warmup 50 --sample 240 --temperature 0.5'
+
+# One step of it over a longer sequence, whose memory is drawn.
+long='--tokens 4096 --steps 1 --sample 0'
 
 # Llama3-8B with 5M tokens on 8 GPUs, the paper's longest sequence, whose memory is planned with everything sharded.
 large='--layers 32 --model-dim 4096 --heads 32 --kv-heads 8 --ff-dim 14336 --vocab 128256 --untied --dtype bf16
@@ -23,11 +26,14 @@ usage() {
 usage: sh examples/run.sh [--save-images] [--no-install]
 
 Runs one attention block, forward and backward, over the bytes of Genesis and Exodus with DeepSpeed-Ulysses and with
-UPipe on 4 ranks (threads of one process), at 16/16 and at 16/4 query/key-value heads. Each shape runs twice: over
-2,048 tokens against a reference in double precision, and over 8,192 tokens, where the memory is drawn over time. The
-second shape also runs with the other methods of context parallelism, over 2,048 tokens. Then trains a small Llama on
-the same bytes with either method: the losses must be the same bits, and are drawn, as is the memory of a step by
-component, also that of Llama3-8B over 5 million tokens beside what the paper measured, which is planned and not run.
+UPipe on 4 ranks (threads of one process), at 16/16 and at 16/4 query/key-value heads. Each shape runs twice: over some
+hundred tokens against a reference in double precision, the second shape with all other methods of context parallelism
+too, and over 8,192 tokens, where the memory is drawn over time. Then trains a small Llama on the same bytes with either
+method: the losses must be the same bits, and are drawn. The memory of a step is drawn by component, also that of
+Llama3-8B over 5 million tokens beside what the paper measured, which is planned and not run.
+
+The first line says how long it takes here: some two minutes on two cores, behind the installation. The first numbers
+are there as soon as one program is built; the others are built meanwhile.
 
 Results are left in build/run/results: numbers as JSON, traces for https://ui.perfetto.dev, pictures as PNG. On Debian
 and Ubuntu missing programs are installed with apt-get (through sudo if you are not root). A terminal is asked first,
@@ -65,6 +71,14 @@ die() {
 
 # ---- programs ----
 
+# Seconds of a core at a slowness of 100: programs that are not built yet; the runs. What ranks and compilers share.
+building=45 running=150
+[ ! -x "$build/examples/logits" ] || building=0
+shared=$(cores)
+[ "$shared" -le 4 ] || shared=4
+echo "This takes about $(((building + running) * $(slowness) / 100 / shared)) s on this machine ($(cores) cores)" \
+    "once what it needs is installed."
+
 # train reads and writes JSON with jansson.
 required='gcc:gcc,libc6-dev meson:meson ninja:ninja-build python3:python3 matplotlib:python3-matplotlib
     pkg-config:pkg-config jansson:libjansson-dev'
@@ -77,26 +91,30 @@ python=python3
 
 # ---- build ----
 
-# Made anew where it was made somewhere else: Meson keeps absolute paths.
+# title LINE: a heading, with the seconds since the beginning
+title() {
+    printf '\n==== [%d s] %s ====\n\n' $(($(date +%s) - began)) "$1"
+}
+
+# Made anew where it was made somewhere else: Meson keeps absolute paths. The kernels ask for all optimizations themselves;
+# for the rest they would double the time to compile.
 if [ ! -f "$build/build.ninja" ] || [ "$(cat "$build/made_of" 2>/dev/null)" != "$top" ]; then
     rm -rf "$build"
-    quietly configuring env CC="${CC:-gcc}" meson setup "$build" "$top" --buildtype=release -Dtests=disabled \
-        -Dexamples=enabled || die "meson setup failed"
+    quietly configuring env CC="${CC:-gcc}" meson setup "$build" "$top" --buildtype=release -Doptimization=1 \
+        -Dtests=disabled -Dexamples=enabled || die "meson setup failed"
     printf '%s\n' "$top" >"$build/made_of"
 fi
-# What runs below, and what the pages call.
-quietly building meson compile -C "$build" compare train logits upipe-plan || die "the build failed"
-echo "built in $(($(date +%s) - began)) s: $build/examples/compare and train"
-
-# ---- runs ----
-
 rm -rf "$results"
 mkdir -p "$results" || exit 1
+title "building compare; the rest is built while that runs"
+quietly building ninja -C "$build" examples/compare || die "the build failed"
+# What runs further below, and what the pages call.
+ninja -C "$build" examples/train examples/logits examples/upipe-plan >"$build/rest.log" 2>&1 &
+rest=$!
+pictures=
+trap 'kill $rest $pictures 2>/dev/null; [ -z "${ticker:-}" ] || kill -9 $ticker 2>/dev/null' EXIT
 
-# title LINE: a heading
-title() {
-    printf '\n==== %s ====\n\n' "$1"
-}
+# ---- runs ----
 
 # comparison NAME FLAG...: prints the table, and keeps it
 comparison() {
@@ -107,45 +125,62 @@ comparison() {
     cp "$top/build/run.log" "$results/$name.txt" && cat "$results/$name.txt"
 }
 
-# shape LABEL KV_HEADS: the checked run, the long run and its picture
+# draw SCRIPT ARGUMENT...: a picture, while something else runs
+draw() {
+    script=$1
+    shift
+    "$python" "$top/examples/$script" "$@" &
+    pictures="$pictures $!"
+}
+
+title "16_16: 512 tokens, against a reference in double precision"
+comparison checked_16_16 --kv-heads 16 --tokens 512 --check on
+title "16_4: every method, 1,024 tokens, against a reference in double precision"
+# shellcheck disable=SC2086 # a list of flags
+comparison methods_16_4 --kv-heads 4 --tokens 1024 --check on $every
+
+quietly "building the rest" wait $rest || {
+    cat "$build/rest.log" >&2
+    die "the build failed"
+}
+title "all is built in $build/examples; now the comparison whose seconds count"
+
+# shape LABEL KV_HEADS: the long run and its picture
 shape() {
-    title "$1: 2,048 tokens, against a reference in double precision"
-    comparison "checked_$1" --kv-heads "$2" --tokens 2048 --check on
     title "$1: 8,192 tokens"
     comparison "$1" --kv-heads "$2" --tokens 8192 --trace "$results/traces_$1"
-    "$python" "$top/examples/compare/plot_memory.py" "$results/$1.json" "$results/traces_$1" "$results/memory_$1.png" ||
-        die "the memory of $1 could not be drawn"
+    draw compare/plot_memory.py "$results/$1.json" "$results/traces_$1" "$results/memory_$1.png"
 }
 
 shape 16_16 16
 shape 16_4 4
 
-title "16_4: every method, 2,048 tokens, against a reference in double precision"
-# shellcheck disable=SC2086 # a list of flags
-comparison methods_16_4 --kv-heads 4 --tokens 2048 --check on $every
-
-# training METHOD: trains, and leaves the losses alone, every digit of them, in METHOD.losses
+# training METHOD: trains, and leaves what the methods must agree in, every digit, in METHOD.same
 training() {
-    title "training with $1"
+    title "training with $1, and one step over a longer sequence"
     # shellcheck disable=SC2086 # lists of flags
-    quietly "training with $1" "$build/examples/train" --method "$1" $model $schedule --json "$results/train_$1.json" \
-        --trace "$results/trace_train_$1.json" || die "train failed ($1)"
-    cp "$top/build/run.log" "$results/train_$1.txt" && cat "$results/train_$1.txt"
+    "$build/examples/train" --method "$1" $model $schedule --json "$results/train_$1.json" >"$results/train_$1.txt" ||
+        die "train failed ($1)"
+    # shellcheck disable=SC2086 # lists of flags
+    "$build/examples/train" --method "$1" $model $long --json "$results/step_$1.json" \
+        --trace "$results/trace_step_$1.json" >"$results/step_$1.txt" || die "train failed ($1)"
     "$python" -c 'import json, sys
-for loss in json.load(open(sys.argv[1]), parse_float=str)["loss"]: print(loss)' \
-        "$results/train_$1.json" >"$results/train_$1.losses" || die "train $1 left no list of losses"
-    [ -s "$results/train_$1.losses" ] || die "train $1 left an empty list of losses"
+run = json.load(open(sys.argv[1]), parse_float=str)
+for number in run["loss"] + run["grad_norm"]: print(number)' "$results/train_$1.json" >"$results/$1.same" ||
+        die "train $1 left no lists of losses and norms"
+    [ -s "$results/$1.same" ] || die "train $1 left empty lists"
+    tail -n 1 "$results/train_$1.txt" >>"$results/$1.same" # the sample
 }
 
 training ulysses
+sed -n '1,2p' "$results/train_ulysses.txt"
 training upipe
-cmp "$results/train_ulysses.losses" "$results/train_upipe.losses" ||
-    die "the losses of the two methods are not the same bits"
-printf '\nthe same bits: all %d losses of the two methods\n' "$(wc -l <"$results/train_upipe.losses")"
+cat "$results/train_upipe.txt"
+cmp "$results/ulysses.same" "$results/upipe.same" || die "what the two methods have learnt is not the same bits"
+printf '\nthe same bits: losses and gradient norms of all steps, and the sample, with both methods\n'
 "$python" "$top/examples/train/plot_training.py" loss "$results/loss.png" "$results/train_ulysses.json" \
     "$results/train_upipe.json" || die "the losses could not be drawn"
-"$python" "$top/examples/train/plot_training.py" memory "$results/memory_step.png" "$results/train_ulysses.json" \
-    "$results/train_upipe.json" || die "the memory of a step could not be drawn"
+draw train/plot_training.py memory "$results/memory_step.png" "$results/step_ulysses.json" "$results/step_upipe.json"
 
 # plan METHOD: what Llama3-8B would hold
 plan() {
@@ -156,14 +191,14 @@ plan() {
 
 plan ulysses
 plan upipe
-"$python" "$top/examples/train/plot_training.py" memory "$results/memory_llama3_8b.png" "$results/plan_ulysses.json" \
-    "$results/plan_upipe.json" || die "the memory of Llama3-8B could not be drawn"
+draw train/plot_training.py memory "$results/memory_llama3_8b.png" "$results/plan_ulysses.json" "$results/plan_upipe.json"
+for picture in $pictures; do wait "$picture" || die "a picture could not be drawn"; done
 
 echo
 for file in "$results"/memory_16_*.png; do echo "memory over time: $file"; done
 echo "losses: $results/loss.png"
 echo "memory of a step by component: $results/memory_step.png, and of Llama3-8B: $results/memory_llama3_8b.png"
-echo "traces for https://ui.perfetto.dev: $results/traces_16_16, traces_16_4 and trace_train_*.json"
+echo "traces for https://ui.perfetto.dev: $results/traces_16_16, traces_16_4 and trace_step_*.json"
 if [ $save_images = 1 ]; then
     mkdir -p "$top/docs/images" && cp "$results"/*.png "$top/docs/images/" || exit 1
     "$python" "$top/examples/compare/readme_table.py" "$results/16_16.json" "$results/16_4.json" "$top/README.md" || exit 1

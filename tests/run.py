@@ -4,8 +4,9 @@
 parts() says what is built, and which tests run there. Every setup, build and test is a job, which takes a core, or
 several: a build all of them, what runs processes as many as these. One core more is shared out than there is, as some jobs
 wait for deadlines; the longest first; a test waits for nothing but its own build. Seconds of the last run are kept in
-build/times.json, what each job prints in build/logs. The screen has a line of progress, what failing jobs print, and
-the end, with a line for each failure.
+build/times.json; until there is one, tests/times.json says what to expect, which is a copy of that of another machine. What
+each job prints is in build/logs. The screen has how long it will take, a line of progress, what failing jobs print, and the
+end, with a line for each failure.
 """
 
 import argparse
@@ -30,6 +31,8 @@ from launch import alive  # pylint: disable=wrong-import-position
 TOP = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(TOP, 'build')
 TIMES = os.path.join(BUILD, 'times.json')
+SHIPPED_TIMES = os.path.join(TOP, 'tests', 'times.json')
+SLOWNESS = int(os.environ.get('UPIPE_SLOWNESS') or 100) / 100  # of this machine, beside the one of the shipped times
 LOGS = os.path.join(BUILD, 'logs')
 CORES = os.cpu_count() or 1
 SHARES = CORES + 1
@@ -228,6 +231,20 @@ def failure_lines(failures, option):
     return lines + [f'{command} {" ".join(dict.fromkeys(rest))}  # {len(rest)} more'] * bool(rest)
 
 
+def about(seconds):
+    """In seconds, or in minutes."""
+    return f'{seconds:.0f} s' if seconds < 100 else f'{seconds / 60:.0f} min'
+
+
+def times_of(path, mode):
+    """{job: (seconds, seconds of processors)} of a run of this mode, which is kept there; none where there is no such file."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            return {**json.load(file).get(mode, {})}
+    except (OSError, ValueError):
+        return {}
+
+
 class Job:
     """Something for some cores. `run` returns (status, what it printed, seconds of processors)."""
 
@@ -245,12 +262,10 @@ class Runner:
         self.lock = threading.Condition()
         self.last = time.time()
         self.terminal = sys.stdout.isatty()
-        self.times = {}
-        try:
-            with open(TIMES, encoding='utf-8') as file:
-                self.times = json.load(file)
-        except (OSError, ValueError):
-            pass
+        self.times = times_of(TIMES, mode)
+        self.known = {name: [SLOWNESS * seconds for seconds in took]
+                      for name, took in times_of(SHIPPED_TIMES, mode).items()} | self.times
+        self.expected, self.finished = {}, 0.0  # seconds of processors by job of a whole run; of those that have ended
 
     def say(self, words):
         print('\r\033[K' * self.terminal + words, flush=True)
@@ -259,11 +274,23 @@ class Runner:
     def progress(self, done, total):
         """A terminal's last line says it all the time; elsewhere a line when nothing else was said."""
         names = ', '.join(f'{job.name} {time.time() - job.began:.0f} s' for job in self.running)
-        words = f'[{time.time() - self.began:.0f} s] {done} of {total} done; running: {names}'
+        words = f'[{time.time() - self.began:.0f} s] {done} of {total} done{self.left()}; running: {names}'
         if self.terminal:
             print('\r\033[K' + words[:shutil.get_terminal_size().columns - 1], end='', flush=True)
         elif time.time() - self.last >= QUIET - 0.5:
             self.say(words)
+
+    def left(self):
+        """The share of a whole run's seconds that are over, and the time that is left: by the pace so far, once it has one."""
+        if not self.expected:
+            return ''
+        share = min(self.finished / sum(self.expected.values()), 1)
+        left = (time.time() - self.began) * (1 / share - 1) if share > 0.05 else self.estimate() * (1 - share)
+        return f', {100 * share:.0f} % of the seconds; some {about(left)} left'
+
+    def estimate(self):
+        """Seconds of a whole run: processors are idle for a tenth of them, and no longer than the longest job."""
+        return max(1.1 * sum(self.expected.values()) / CORES, *self.expected.values())
 
     def command(self, words, folder, env=None, limit=None):
         """Runs a command in a group of its own, which is killed when time is up."""
@@ -311,6 +338,7 @@ class Runner:
         gone = [job for job in waiting if any(other.status not in (None, 0) for other in job.after)]
         for job in gone:
             waiting.remove(job)
+            self.finished += self.expected.get(job.name, 0)
         return len(gone)
 
     def go(self, jobs, ended):
@@ -343,6 +371,7 @@ class Runner:
                 finished, self.over = self.over, []
             for job in finished:
                 done += 1
+                self.finished += self.expected.get(job.name, 0)
                 more = ended(job)
                 waiting += more
                 total += len(more)
@@ -459,7 +488,7 @@ class Session:
         made = []
         for test in tests:
             # A limit is ten times what a test takes: of those that never ran, the longest are known by it.
-            guess = self.runner.times.get(self.key(part, test), [test['timeout'] / 10 * part.slow])[0]
+            guess = self.runner.known.get(self.key(part, test), [test['timeout'] / 10 * part.slow])[0]
             after = [build] if test['depends'] else []
             for version in INSTALLED & set(suites(test)):
                 if version not in self.installs:
@@ -533,6 +562,12 @@ class Session:
         job.again = ' '.join(':'.join(filter(None, one)) for one in self.only) or os.path.basename(part.folder)
         return job
 
+    def expect(self, here, setups):
+        """What a whole run will take, by the last one of this machine or of another: of the builds and parts that are here."""
+        jobs = {*setups, *(name.replace('setup', 'build') for name in setups), *(f'install torch {one}' for one in INSTALLED)}
+        self.runner.expected = {name: took[1] for name, took in self.runner.known.items()
+                                if not self.only and (name in jobs or name.partition('/')[0] in here)}
+
     def main(self, listing):
         os.makedirs(LOGS, exist_ok=True)
         every = parts()
@@ -561,7 +596,7 @@ class Session:
                         print(f'{self.key(part, test):34} {",".join(suites(test)):34} '
                               + (f'{took[0]:.1f} s, of processors {took[1]:.1f} s' if took else 'not run yet'))
                 return 0
-        jobs = {}
+        jobs, here = {}, set()
         for part in every:
             if not (part.full if self.mode != 'ordinary' else part.ordinary):
                 continue
@@ -570,16 +605,20 @@ class Session:
                 continue
             job = self.setup_job(part)
             jobs.setdefault(job.name, job)
+            here.add(part.name)
         budget = ', '.join(f'{name} {os.environ.get(name, value)}' for name, value in BUDGETS[self.mode].items())
-        self.runner.say(f'the {self.mode} run on {CORES} cores; {budget}')
+        self.expect(here, jobs)
+        takes = f' takes about {about(self.runner.estimate())} here' if self.runner.expected else ''
+        self.runner.say(f'the {self.mode} run{takes}, on {CORES} cores; {budget}')
         try:
             self.runner.go(list(jobs.values()), self.ended)
         except KeyboardInterrupt:
             self.failures.append((' '.join(job.again for job in self.runner.running), 'interrupted'))
         finally:
             self.runner.kill()
+            times = {mode: times_of(TIMES, mode) for mode in MODES} | {self.mode: self.runner.times}
             with open(TIMES, 'w', encoding='utf-8') as file:
-                json.dump(self.runner.times, file, indent=0, sort_keys=True)
+                json.dump(times, file, indent=0, sort_keys=True)
         for name in self.groups:
             self.say_part(name)
         for line in sorted(self.left):

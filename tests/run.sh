@@ -10,8 +10,9 @@ usage() {
 usage: sh tests/run.sh [--full | --all] [--only NAME...] [--list] [--no-install]
 
 Without an option: every primitive, method and program, the CUDA kernels on the emulator, MPI, and the sanitizers on what
-matters most; some ten minutes on two cores, with what it installs and builds. Builds are kept in build/. The last line
-is the verdict, "N passed, N failed"; the exit status is zero if nothing failed and something ran.
+matters most; some ten minutes on two cores, with what it installs and builds. A first line says how long it takes here.
+Builds are kept in build/. The last line is the verdict, "N passed, N failed"; the exit status is zero if nothing failed and
+something ran.
 
 On Debian and Ubuntu missing programs are installed with apt-get (through sudo if you are not root). A terminal is asked
 first, with the line that does it. After a no the tests that need a missing program are left out; if all of them need
@@ -78,4 +79,4 @@ fi
 lacking=$(missing "$wanted")
 [ -z "$lacking" ] || echo "left out, as the programs are missing: $(names "$lacking")"
 
-UPIPE_INSTALL=$install UPIPE_RUN_BEGAN=$began exec python3 "$top/tests/run.py" "$@"
+UPIPE_INSTALL=$install UPIPE_RUN_BEGAN=$began UPIPE_SLOWNESS=$(slowness) exec python3 "$top/tests/run.py" "$@"

@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from unittest import mock
 
 TOP = os.path.abspath(sys.argv[1])
@@ -144,8 +145,8 @@ def test_hang(folder):
     equal(sorted(sentence.split(', in ')[1].split(', ')), ['hears_nothing at hangs.py:4', 'waits at hangs.py:6'], 'where they were')
 
 
-def session_of(*only):
-    return run.Session(argparse.Namespace(all=False, full=False, only=list(only)))
+def session_of(*only, full=False):
+    return run.Session(argparse.Namespace(all=False, full=full, only=list(only)))
 
 
 def test_names(_):
@@ -190,7 +191,35 @@ def test_screen(folder):
     equal((session.passed, session.failures), (1, [('gcc', 'a.c:1:2: error: no')]), 'what is counted')
 
 
+def test_times(folder):
+    """What is known of a run's seconds, and what is left of them."""
+    own, shipped = os.path.join(folder, 'own.json'), os.path.join(folder, 'shipped.json')
+    write(own, '{"full": {"gcc/mem": [1.5, 1]}, "ordinary": {"gcc/mem": [8, 8]}}')
+    write(shipped, '{"full": {"gcc/mem": [5, 5], "gcc/ring": [30, 40], "build gcc": [20, 38], "asan/ring": [9, 9]}}')
+    with mock.patch.multiple(run, TIMES=own, SHIPPED_TIMES=shipped, SLOWNESS=2.0, CORES=2):
+        session = session_of(full=True)
+        runner = session.runner
+        equal(runner.known, {'gcc/mem': [1.5, 1], 'gcc/ring': [60, 80], 'build gcc': [40, 76], 'asan/ring': [18, 18]},
+              'this machine\'s own seconds, and another\'s by how fast it is')
+        session.expect({'gcc'}, {'setup gcc': None})
+        equal(runner.expected, {'gcc/mem': 1, 'gcc/ring': 80, 'build gcc': 76}, 'what a run of these parts takes')
+        check(86 < runner.estimate() < 87, f'{runner.estimate()} s on two cores')
+        equal(runner.left(), ', 0 % of the seconds; some 86 s left', 'before it has begun')
+        runner.began = time.time() - 200
+        for job, words in ('setup gcc', '0 %'), ('build gcc', '48 % of the seconds; some 4 min left'), ('gcc/ring', '99 %'):
+            with contextlib.redirect_stdout(io.StringIO()):
+                runner.go([run.Job(job, lambda: (0, '', 1.0))], lambda job: [])
+            check(words in runner.left(), f'after {job}: {runner.left()}')
+        chosen = session_of('gcc/ring', full=True)
+        chosen.expect({'gcc'}, {'setup gcc': None})
+        equal(chosen.runner.left(), '', 'what is left of tests by name')
+    equal(run.times_of(own, 'all'), {}, 'a mode that has not run')
+    equal(run.times_of(os.path.join(folder, 'none.json'), 'full'), {}, 'a file that is not there')
+    equal(set(run.times_of(os.path.join(TOP, 'tests', 'times.json'), 'full')) >= {'build gcc', 'gcc/runner'}, True,
+          'the tree has the seconds of a full run')
+
+
 if __name__ == '__main__':
     there = shutil.which(shlex.split(os.environ.get('CC', 'cc'))[0])
     sys.exit(run_tests('runner', *[test_program] * bool(there), test_script, test_end, test_hang, test_names, test_installs,
-                       test_screen))
+                       test_screen, test_times))

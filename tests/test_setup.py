@@ -7,6 +7,7 @@ The scripts see a PATH with stubs alone, which write down how they are called. a
 
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -149,6 +150,21 @@ def test_nothing_missing(folder):
             check('missing' not in said, f'{script} says {said}')
 
 
+def test_takes(folder):
+    """How long it takes here is said first, or known to what says it."""
+    for lacking in [], ['gcc']:
+        _, said, _ = Machine(folder + '/m', lacking).run('examples', '--no-install')
+        found = re.match(r'This takes about (\d+) s on this machine \(\d+ cores\)', said)
+        check(found and int(found[1]) > 0, f'the first line of examples/run.sh is not how long it takes: {said}')
+    machine = Machine(folder + '/m', [])
+    stub(os.path.join(machine.bin, 'python3'), 'echo "$UPIPE_SLOWNESS"')
+    _, said, _ = machine.run('tests')
+    check(said.strip().isdecimal() and int(said) > 0, f'tests/run.sh tells run.py no slowness: {said}')
+    for shell in filter(shutil.which, ('dash', 'bash')):
+        done = run_command([shell, '-c', f'top={folder}; . {TOP}/examples/common/install.sh; slowness'])
+        check(done.stdout.strip().isdecimal() and 10 < int(done.stdout) < 10000, f'{shell} finds a slowness of {done.stdout}')
+
+
 def test_cannot_install(folder):
     for script in GOES_ON:
         for user, sudo, apt in (0, True, False), (1000, False, True):
@@ -217,4 +233,4 @@ def test_meson(folder):
 
 
 sys.exit(run_tests('setup', test_without_terminal, test_terminal, test_no_install, test_left_out, test_nothing_missing,
-                   test_cannot_install, test_quietly, test_versions, test_meson))
+                   test_takes, test_cannot_install, test_quietly, test_versions, test_meson))

@@ -1,6 +1,6 @@
 # shellcheck shell=sh disable=SC2154 # the scripts set top
-# install.sh -- what examples/run.sh and tests/run.sh share: how long a command may be silent, and what is missing here.
-# They set $top, the tree.
+# install.sh -- what examples/run.sh and tests/run.sh share: how long a command may be silent, how fast this machine is, and
+# what is missing here. They set $top, the tree.
 
 began=$(date +%s)
 install=yes # --no-install says no
@@ -22,6 +22,24 @@ quietly() {
     wait $ticker 2>/dev/null
     [ $status = 0 ] || cat "$top/build/run.log" >&2
     return $status
+}
+
+# slowness: what a loop of the shell takes here, in hundredths of what it takes on one core of an Intel Xeon (Sapphire
+# Rapids), where the seconds were measured that the scripts know; 100 where that cannot be told
+slowness() {
+    # shellcheck disable=SC2016 # for the shell that is timed
+    sh -c 'i=0; while [ $i -lt 200000 ]; do i=$((i + 1)); done; times' | {
+        read -r user _
+        user=${user#*m} # 0m0.260000s
+        hundredths=${user#*.}00
+        hundredths=$((${user%%.*} * 100 + 1${hundredths%"${hundredths#??}"} - 100))
+        [ $hundredths -gt 0 ] && echo $((hundredths * 100 / 25)) || echo 100
+    } 2>/dev/null
+}
+
+# cores: those of this machine
+cores() {
+    nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1
 }
 
 # has NAME: whether it is here. Some are no programs: modules of any Python here, pip, and libraries.

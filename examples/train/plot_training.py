@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
 """plot_training.py loss|memory PICTURE NUMBERS... -- what train wrote with --json, one NUMBERS a method
 
-loss: the loss of every step; below, what the second method's losses differ by from the first's.
+loss: the loss of every step; below, what the second method's losses differ by from the first's. Lines show what would be
+left to learn for who knows how often each byte follows none, one and two others in the text, which is printed too.
 memory: what one rank holds at the peak of a step, by component, one bar a method; beside it the largest that each
 component becomes in the step, each at a moment of its own. Gradients are those of the weights in both; the residual
 stream's are with the stream, and those of attention with attention. NUMBERS of --plan are drawn as planned. Runs of a
 device's size have a line at 80 GB, and runs with a second pool its bytes, in the host's memory.
 """
 
+import collections
 import json
+import math
 import sys
 
 import matplotlib
@@ -74,6 +77,32 @@ def draw_difference(axes, first, second):
     tidy(axes)
 
 
+def entropies(path):
+    """Nats of a byte of the text by the frequencies of single bytes, and where one or two bytes before it are known."""
+    with open(path, 'rb') as source:
+        text = source.read()
+    together = [0.0]
+    for length in (1, 2, 3):
+        runs = collections.Counter(zip(*(text[start:] for start in range(length))))
+        total = sum(runs.values())
+        together.append(-sum(count / total * math.log(count / total) for count in runs.values()))
+    return [after - before for before, after in zip(together, together[1:])]
+
+
+def draw_entropies(axes, runs):
+    """The lines of a text of bytes. Prints them beside what a model has come to: the mean of the last steps."""
+    if runs[0]['config']['tokens_file'] is not None:
+        return
+    names, levels = ['bytes alone', 'byte pairs', 'byte triples'], entropies(runs[0]['config']['data'])
+    for name, level in zip(names, levels):
+        axes.axhline(level, color='black', linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.annotate(f'{name}\n{level:.2f}', (1, level), xycoords=('axes fraction', 'data'), xytext=(4, 0),
+                      textcoords='offset points', va='center', fontsize=8, annotation_clip=False)
+    last = runs[-1]['loss'][-50:]
+    print(f'nats a byte at the end: {sum(last) / len(last):.2f}, the mean of {len(last)} steps. By frequencies in the text: '
+          + ', '.join(f'{name} {level:.2f}' for name, level in zip(names, levels)))
+
+
 def draw_loss(runs):
     two = len(runs) > 1
     figure, panels = plt.subplots(1 + two, 1, sharex=True, squeeze=False, figsize=(7.2, 5.2 if two else 4.2),
@@ -82,8 +111,14 @@ def draw_loss(runs):
     for place, run in enumerate(runs):
         method, steps = run['config']['method'], range(1, len(run['loss']) + 1)
         dashed = {'linestyle': (0, (4, 3))} if place > 0 else {}  # equal curves hide each other
-        axes.plot(steps, run['loss'], color=COLOURS[method], linewidth=1.6 if place else 2.4, label=NAMES[method], **dashed)
-    axes.set_ylabel('loss, nats a byte')
+        mean = max(len(run['loss']) // 80, 1)
+        if mean > 1:
+            axes.plot(steps, run['loss'], color=COLOURS[method], linewidth=0.4, alpha=0.4)
+        axes.plot(steps, [sum(run['loss'][max(step - mean, 0):step]) / min(step, mean) for step in steps],
+                  color=COLOURS[method], linewidth=1.6 if place else 2.4, **dashed,
+                  label=NAMES[method] + (f', mean of {mean} steps' if mean > 1 else ''))
+    draw_entropies(axes, runs)
+    axes.set_ylabel('loss, nats a ' + ('byte' if runs[0]['config']['tokens_file'] is None else 'token'))
     axes.grid(color='#dddddd', linewidth=0.6)
     axes.legend(frameon=False)
     tidy(axes)
