@@ -10,12 +10,11 @@ top=$(cd "$(dirname "$0")/.." && pwd) || exit 1
 every='--method ulysses --method upipe --method upipe-naive --method ring --method zigzag --method stripe
     --method double-ring --method allgather --method usp --method upipe-ring --method fpdt --method upipe-fpdt'
 
-# The Llama that is trained with either method. A byte model of this size learns from the number of steps, so they are short.
-model='--ranks 4 --layers 2 --model-dim 128 --heads 8 --kv-heads 4 --head-dim 32 --batch 1 --zero 3 --seed 1'
-schedule='--tokens 256 --steps 1600 --lr 1.5e-3 --warmup 50 --sample 240 --temperature 0.5'
-
-# One step of it over a longer sequence, whose memory is drawn.
-long='--tokens 4096 --steps 1 --sample 0'
+# The Llama that is trained with either method. What one of this size learns depends on the number of steps, so they are
+# short; and one step over a longer sequence, whose memory is drawn.
+model='--ranks 4 --layers 2 --model-dim 128 --head-dim 32 --kv-heads 4 --zero 3 --seed 1'
+schedule='--heads 8 --tokens 256 --steps 1600 --lr 1.5e-3 --warmup 50 --sample 240 --temperature 0.5'
+long='--heads 16 --tokens 4096 --steps 1 --sample 0'
 
 # Llama3-8B with 5M tokens on 8 GPUs, the paper's longest sequence, whose memory is planned with everything sharded.
 large='--layers 32 --model-dim 4096 --heads 32 --kv-heads 8 --ff-dim 14336 --vocab 128256 --untied --dtype bf16

@@ -423,7 +423,7 @@ static inline int flags_word(const flag_set *set, void *o, int *given, char **ar
         ++i;
     if (i == set->n) return flags_unknown(set, word, (int)n);
     row = &set->rows[i];
-    if (row->value == NULL && word[n] == '=') return cli_refuse("--%s takes no value", row->name);
+    if (row->value == NULL && word[n] == '=') return cli_refuse("--%s takes no value: '%s'", row->name, word);
     if (row->kind == FLAG_HELP || row->kind == FLAG_VERSION) {
         if (cli_mute) return 0;
         if (cli_holds) return 1; /* another process prints it */
