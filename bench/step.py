@@ -34,8 +34,8 @@ import picture
 import rates
 
 SHAPE = {'model-dim': 512, 'heads': 8, 'kv-heads': 4, 'head-dim': 64, 'ff-dim': 1408}
-ADAMW = {'lr': 1e-3, 'decay': 0.1, 'beta1': 0.9, 'beta2': 0.95, 'eps': 1e-8, 'clip': 1.0}
-FLAGS = {'decay': 'weight-decay', 'eps': 'adam-eps'}  # where `train` says it otherwise
+RANKS = [1, 2, 4, 8]
+ADAMW = {'lr': 1e-3, 'weight-decay': 0.1, 'beta1': 0.9, 'beta2': 0.95, 'adam-eps': 1e-8, 'clip': 1.0}
 OURS = {'ours': 'ac', 'ours-sac': 'sac'}
 PEERS = {'torch-checkpointed': True, 'torch': False}
 LINES = {'ours': (common.COLOURS['ours'], picture.SOLID), 'ours-sac': (common.COLOURS['ours'], picture.DASHED),
@@ -67,7 +67,7 @@ def first_to_go():
 
 
 class Failed(Exception):
-    """A turn that ended without figures, and why."""
+    """A turn that memory or time did not suffice for."""
 
 
 def process(command, threads, limit, folder):
@@ -81,7 +81,7 @@ def process(command, threads, limit, folder):
     while pid == 0:
         time.sleep(0.02)
         if time.monotonic() > late:
-            child.kill()
+            os.kill(child.pid, signal.SIGKILL)
         pid, status, usage = os.wait4(child.pid, os.WNOHANG)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode == -signal.SIGKILL:
@@ -89,7 +89,9 @@ def process(command, threads, limit, folder):
     if child.returncode != 0:
         with open(said, encoding='utf-8', errors='replace') as err:
             words = err.read().strip()
-        raise Failed('out of memory' if 'memory' in words else (words.split('\n')[-1] or f'status {child.returncode}'))
+        if 'memory' in words.split('\n')[-1].lower():
+            raise Failed('out of memory')
+        common.fail(f'failed: {" ".join(command)}: status {child.returncode}: {words}')
     return usage.ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
 
 
@@ -105,7 +107,7 @@ class Step(common.Benchmark):
         parser.add_argument('--tokens', type=size, default=lengths, metavar='LIST',
                             help=f'lengths of the sequence ({",".join(map(common.amount, lengths))})')
         common.add_list(parser, '--dtypes', 'storage types, of f32,bf16; bf16 is autocast in PyTorch', ['f32'], list(BOUNDS))
-        common.add_list(parser, '--threads', 'numbers of threads', sorted({1, common.cores()}))
+        common.add_list(parser, '--threads', 'numbers of threads', sorted({1, max(n for n in RANKS if n <= common.cores())}))
         parser.add_argument('--layers', type=common.positive, default=4, metavar='N', help='layers (4)')
         parser.add_argument('--method', default='upipe', help='method of our ranks, as `train` has it (upipe)')
         parser.add_argument('--steps', type=common.positive, default=1, metavar='N', help='steps of a turn that count (1)')
@@ -113,7 +115,9 @@ class Step(common.Benchmark):
 
     def refuse(self, options):
         most = os.path.getsize(BOOK) - 1
-        return f'--tokens: the text has {most}' if max(options.tokens) > most else None
+        if max(options.tokens) > most:
+            return f'--tokens: the text has {most}'
+        return None if set(options.threads) <= set(RANKS) else f'--threads: of {", ".join(map(str, RANKS))}, which share the heads'
 
     def turn(self, name, tokens, dtype, threads, steps):
         """The log's lines of that many steps, and the peak."""
@@ -121,22 +125,19 @@ class Step(common.Benchmark):
             text, log = os.path.join(folder, 'text'), os.path.join(folder, 'log')
             with open(BOOK, 'rb') as book, open(text, 'wb') as out:
                 out.write(book.read(tokens + 1))
+            job = {'load': self.weights, 'data': text, 'log': log, 'steps': steps, 'dtype': dtype, **ADAMW}
             if name in OURS:
-                command = self.train('load', self.weights, 'data', text, 'log', log, 'steps', steps, 'tokens', tokens,
-                                     'ranks', threads, 'method', self.options.method, 'dtype', dtype, 'activations', OURS[name],
-                                     'schedule', 'constant', 'warmup', 0,
-                                     *(word for key, value in ADAMW.items() for word in (FLAGS.get(key, key), value)))
+                command = self.train({**job, 'tokens': tokens, 'ranks': threads, 'method': self.options.method,
+                                      'activations': OURS[name], 'schedule': 'constant', 'warmup': 0})
             else:
-                command = [sys.executable, WORKER, json.dumps({
-                    'load': self.weights, 'data': text, 'log': log, 'steps': steps, 'threads': threads, 'dtype': dtype,
-                    'checkpointed': PEERS[name], **ADAMW})]
+                command = [sys.executable, WORKER, json.dumps({**job, 'threads': threads, 'checkpointed': PEERS[name]})]
             peak = process(command, threads, self.options.limit, folder)
             with open(log, encoding='utf-8') as source:
                 return [json.loads(line) for line in source], peak
 
-    def train(self, *flags):
+    def train(self, flags):
         """The command with these flags."""
-        return [self.program, '--sample', '0', *(('--' if i % 2 == 0 else '') + str(word) for i, word in enumerate(flags))]
+        return [self.program, '--sample', '0', *(word for flag, value in flags.items() for word in (f'--{flag}', str(value)))]
 
     def open(self):
         flags = [*common.ISA_FLAGS[self.options.isa], f'-DUPIPE_SOURCE_ROOT="{common.TOP}"', '-Wl,--no-as-needed',
@@ -150,8 +151,8 @@ class Step(common.Benchmark):
         saved = os.path.join(common.BUILD, 'step_weights')
         shutil.rmtree(saved, ignore_errors=True)
         self.weights = os.path.join(saved, 'checkpoint-0')
-        made = self.train('steps', 0, 'layers', self.options.layers, 'tokens', max(self.options.tokens), 'ranks', 1, 'save', saved,
-                          *(word for item in SHAPE.items() for word in item))
+        made = self.train({**SHAPE, 'layers': self.options.layers, 'tokens': max(self.options.tokens), 'ranks': 1, 'steps': 0,
+                           'save': saved})
         if subprocess.run(made, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             common.fail(f'failed: {" ".join(made)}')
         common.log('comparing losses')

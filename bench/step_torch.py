@@ -2,7 +2,7 @@
 
     python step_torch.py                      prints the versions
     python step_torch.py '{"load": FOLDER, "data": FILE, "log": FILE, "steps": N, "threads": N, "dtype": "f32",
-                           "checkpointed": false, "lr": X, "decay": X, "beta1": X, "beta2": X, "eps": X, "clip": X}'
+                           "checkpointed": false, "lr": X, "weight-decay": X, "beta1": X, "beta2": X, "adam-eps": X, "clip": X}'
 
 A step is that of examples/train: the mean loss of every next byte of the file, its gradients, their norm clipped, fused
 AdamW, whose decay is that of matrices. bf16 is autocast over weights in f32. A line of the log is as `train --log` has it.
@@ -32,8 +32,8 @@ def main():
         model.gradient_checkpointing_enable({'use_reentrant': False})
     weights = list(model.parameters())
     groups = [{'params': [w for w in weights if (w.dim() == 2) == matrices], 'weight_decay': decay}
-              for matrices, decay in ((True, given['decay']), (False, 0.0))]
-    adamw = torch.optim.AdamW(groups, lr=given['lr'], betas=(given['beta1'], given['beta2']), eps=given['eps'], fused=True)
+              for matrices, decay in ((True, given['weight-decay']), (False, 0.0))]
+    adamw = torch.optim.AdamW(groups, lr=given['lr'], betas=(given['beta1'], given['beta2']), eps=given['adam-eps'], fused=True)
     with open(given['data'], 'rb') as source:
         ids = torch.tensor(list(source.read()))
     with open(given['log'], 'w', encoding='utf-8') as log:

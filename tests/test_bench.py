@@ -68,6 +68,7 @@ def check_usage(folder):
         ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
         ('linear --cpu-time --threads 2 --peers none', '--threads 1'), ('states --tokens 5000 --peers none', 'power of two'),
         ('step --tokens 1024k --peers none', 'the text has'), ('step --tokens 4m --peers none', '4m'),
+        ('step --threads 3 --peers none', 'share the heads'),
     ]:
         run([*RUN, *words.split()], 2, says)
 
