@@ -21,7 +21,8 @@ usage() {
     cat <<END_OF_USAGE
 usage: sh bench/run.sh COMMAND [--quick] [--peers LIST] [--json FILE] [FLAG...]
 
-Measures the CPU kernels, methods of context parallelism, and a training step, on this machine. COMMAND is one of:$(commands)
+Measures the CPU kernels, methods of context parallelism, and a training step, on this machine. COMMAND is one of
+   $(commands)
 Each compiles with \$CC (gcc) what it measures, \$CFLAGS after its own flags, validates it in double precision, and prints
 rates or times and their ratios to those of its peers in the same run; numbers are left as JSON lines, and a chart
 beside them.
