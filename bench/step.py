@@ -237,7 +237,7 @@ class Step(common.Benchmark):
         return cells + [''] * (len(self.head) - len(cells))
 
     def end(self, lines):
-        """Goals, by the worst ratio to each of ours."""
+        """Goals, by the worst ratio to `ours`."""
         print()
         for what, peer, least, key, goal in GOALS:
             ratios = [(line[key], line) for line in lines if line['method'] == peer and key in line and line['tokens'] >= least]
