@@ -12,7 +12,7 @@ export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 export THP_MEM_ALLOC_ENABLE="${THP_MEM_ALLOC_ENABLE:-1}"
 
 commands() {
-    for name in attn masks gemm ops block methods latent linear states accuracy paper measured; do
+    for name in attn masks gemm ops block methods latent linear states accuracy step paper measured; do
         [ ! -f "$top/bench/$name.py" ] || printf ' %s' "$name"
     done
 }
@@ -21,7 +21,8 @@ usage() {
     cat <<END_OF_USAGE
 usage: sh bench/run.sh COMMAND [--quick] [--peers LIST] [--json FILE] [FLAG...]
 
-Measures the CPU kernels, and methods of context parallelism, on this machine. COMMAND is one of:$(commands)
+Measures the CPU kernels, methods of context parallelism, and a training step, on this machine. COMMAND is one of
+   $(commands)
 Each compiles with \$CC (gcc) what it measures, \$CFLAGS after its own flags, validates it in double precision, and prints
 rates or times and their ratios to those of its peers in the same run; numbers are left as JSON lines, and a chart
 beside them.

@@ -36,6 +36,8 @@ BLOCK_FIELDS = METHOD_FIELDS | {'total_s_range', 'rounds', 'ratio_to_ulysses', '
 LATENT_FIELDS = {'op', 'method', 'form', 'head_dim', 'v_dim', 'dtype', 'causal', 'heads', 'model_dim', 'ranks', 'chunk',
                  'tokens', 'peak_bytes', 'sent_bytes', 'seconds', 'cpu_s', 'round_s', 'ratio', 'ratio_range',
                  'cpu_ratio'}
+STEP_FIELDS = {'op', 'method', 'shape', 'dtype', 'tokens', 'threads', 'seconds', 'tokens_per_s', 'round_s', 'peak_rss',
+               'phases_s', 'ratio', 'ratio_range', 'memory_ratio'}
 PARTS = {'transfer', 'attn_fwd', 'attn_bwd', 'products', 'all'}
 BLOCK_METHODS = [('ulysses', 16), ('upipe', 4), ('upipe', 8)]
 # Methods, and the ways on which they send something.
@@ -65,6 +67,8 @@ def check_usage(folder):
         ('latent --tokens 255', 'multiples of --ranks'), ('ops --threads 0', 'positive'), ('gemm --peers nobody', 'nobody'),
         ('accuracy --data nothing', 'nothing'), ('accuracy --gradients --peers none', 'torch'),
         ('linear --cpu-time --threads 2 --peers none', '--threads 1'), ('states --tokens 5000 --peers none', 'power of two'),
+        ('step --tokens 1024k --peers none', 'the text has'), ('step --tokens 4m --peers none', '4m'),
+        ('step --threads 3 --peers none', 'share the heads'),
     ]:
         run([*RUN, *words.split()], 2, says)
 
@@ -218,6 +222,25 @@ def check_states(folder):
     check_apart(path, len(cases))
 
 
+def check_step(folder):
+    if not common.accepts('-ljansson'):
+        print('left out: step, as its trainer needs jansson')
+        return
+    path = 'step.json'
+    table, header, *cases = short_run(path, 'step', '--peers', 'none', '--layers', '1', '--tokens', '64', '--dtypes', 'f32,bf16',
+                                      '--threads', '1,2', '--rounds', '2')
+    check(header['errors']['ours']['f32'] < 1e-6 and header['errors']['ours-sac']['bf16'] < 1e-2, f'step: the header has {header}')
+    check([(case['dtype'], case['threads'], case['method']) for case in cases] ==
+          [(dtype, threads, method) for dtype in ('f32', 'bf16') for threads in (1, 2) for method in ('ours', 'ours-sac')],
+          'step: other cases')
+    for case in cases:
+        check(set(case) == STEP_FIELDS, f'a line has {sorted(set(case) ^ STEP_FIELDS)} too much or too little')
+        check(0 < sum(case['phases_s'].values()) < 1.5 * case['seconds'] and len(case['round_s']) == 2, f'times: {case}')
+        check(case['peak_rss'] > 2**20 and 0 < case['ratio_range'][0] <= case['ratio'], f'memory and ratios: {case}')
+    check(table.count('\n| ours') == len(cases) and table.count('goal: ') == 3, 'step: the table lacks rows')
+    check_apart(path, len(cases))
+
+
 def check_ops(folder):
     path = 'ops.json'
     _, _, *cases = short_run(path, 'ops', '--quick', '--threads', '1', '--dtypes', 'f32', '--ops', 'add,all_to_all')
@@ -257,4 +280,4 @@ def check_compare(path):
 
 if __name__ == '__main__':
     sys.exit(run_tests('bench', check_usage, check_numbers, check_masks, check_methods, check_block, check_latent,
-                       check_accuracy, check_linear, check_states, check_ops, check_gemm))
+                       check_accuracy, check_linear, check_states, check_step, check_ops, check_gemm))
