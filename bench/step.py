@@ -10,9 +10,9 @@ weights, text, loss, clipping and AdamW for everyone. Losses of three steps at t
     torch-checkpointed   transformers with gradient checkpointing, SDPA and fused AdamW
     torch                the same without checkpointing
 
-Each turn is a process of its own: a step that does not count, then --steps that do. In each round everyone has a turn,
-in the opposite order every other round; one whose step takes more than 60 s has its turn in the first round alone. Times
-are medians, without start and loading. Memory is the most that a process had resident, its program and libraries
+Each turn is a process of its own: a step that does not count, up to 8k tokens, then --steps that do. In each round everyone
+has a turn, in the opposite order every other round; one whose step takes more than 60 s has its turn in the first round
+alone. Times are medians, without start and loading. Memory is the most that a process had resident, its program and libraries
 included. Threads of ours are ranks. llm.c's trainer for CPUs has GPT-2's positions, norms and MLP alone, which make no
 Llama, so it is not measured.
 
@@ -41,7 +41,7 @@ PEERS = {'torch-checkpointed': True, 'torch': False}
 LINES = {'ours': (common.COLOURS['ours'], picture.SOLID), 'ours-sac': (common.COLOURS['ours'], picture.DASHED),
          'torch-checkpointed': (common.COLOURS['torch'], picture.DASHED), 'torch': (common.COLOURS['torch'], picture.SOLID)}
 BOUNDS, AGREE_STEPS = {'f32': 1e-5, 'bf16': 2e-2}, 3
-SLOW, MIB = 60, 2**20
+SLOW, WARM, MIB = 60, 8192, 2**20  # seconds; the most tokens with a first step that does not count
 WORKER = os.path.join(common.TOP, 'bench', 'step_torch.py')
 BOOK = os.path.join(common.TOP, 'examples', 'data', 'genesis_exodus.txt')
 PHASES = ['forward', 'backward', 'sum', 'update']
@@ -191,13 +191,13 @@ class Step(common.Benchmark):
 
     def turns(self, tokens, dtype, threads):
         """{contestant: its turns}, and {contestant: why it has none}"""
-        turns, failed = {name: [] for name in self.names}, {}
+        turns, failed, steps = {name: [] for name in self.names}, {}, (tokens <= WARM) + self.options.steps
         for number in range(self.options.rounds):
             for name in self.names[::1 if number % 2 == 0 else -1]:
                 if name in failed or (turns[name] and turns[name][0][0][-1]['seconds']['step'] > SLOW):
                     continue
                 try:
-                    turns[name].append(self.turn(name, tokens, dtype, threads, 1 + self.options.steps))
+                    turns[name].append(self.turn(name, tokens, dtype, threads, steps))
                 except Failed as why:
                     failed[name] = str(why)
                     common.log(f'{name}: {why}')
@@ -212,7 +212,7 @@ class Step(common.Benchmark):
             if name in failed:
                 yield {**line, 'failed': failed[name]}
                 continue
-            counted = [[step['seconds'] for step in steps[1:]] for steps, _ in turns[name]]
+            counted = [[step['seconds'] for step in steps[-self.options.steps:]] for steps, _ in turns[name]]
             round_s = [round(statistics.median(step['step'] for step in steps), 6) for steps in counted]
             seconds, peak = statistics.median(round_s), max(peak for _, peak in turns[name])
             line |= {'seconds': seconds, 'tokens_per_s': round(tokens / seconds, 2), 'round_s': round_s, 'peak_rss': peak}
