@@ -11,14 +11,13 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
 import latents  # pylint: disable=wrong-import-position
 import programs  # pylint: disable=wrong-import-position
-from checks import check, end, load, needed, read, run_command, run_test, write  # pylint: disable=wrong-import-position
+from checks import check, end, load, needed, python_with, read, run_command, run_test, write  # pylint: disable=wrong-import-position
 
 PLAN, TRAIN, TOP = (os.path.abspath(path) for path in sys.argv[1:4])
 FIELDS = {'fits', 'gpu_bytes', 'host_bytes_node', 'link_bytes', 'binding', 'seconds_step', 'tokens_per_s_per_gpu', 'phases',
@@ -1131,10 +1130,8 @@ def longest_settings():
 
 def pictures():
     """plot_plan.py draws what --json wrote, with a Python that has Matplotlib, where there is one."""
-    has = 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("matplotlib"))'
-    pythons = [python for python in (sys.executable, shutil.which('python3'), '/usr/bin/python3')
-               if python and run_command([python, '-c', has]).returncode == 0]
-    if not pythons:
+    python = python_with('matplotlib')
+    if python is None:
         print('planner: left out: pictures, as no Python here has Matplotlib')
         return
     paths = []
@@ -1146,7 +1143,7 @@ def pictures():
         write(paths[-1], json.dumps(plan(*words)))
     pictures_of = [[at('plans.png'), *paths[:2]], [at('settings.png'), paths[2]], [at('latent.png'), paths[3], paths[3]]]
     twice = 'import sys, plot_plan\nfor sys.argv in ' + repr([['plot_plan.py', *words] for words in pictures_of]) + ': plot_plan.main()'
-    done = run_command([pythons[0], '-c', twice], variables={'PYTHONDONTWRITEBYTECODE': '1'}, cwd=os.path.join(TOP, 'examples', 'plan'))
+    done = run_command([python, '-c', twice], variables={'PYTHONDONTWRITEBYTECODE': '1'}, cwd=os.path.join(TOP, 'examples', 'plan'))
     for path, *_ in pictures_of:
         check(os.path.exists(path) and read(path)[:4] == b'\x89PNG', f'no {path}: {done.stderr[-400:]}')
 

@@ -165,6 +165,44 @@ def test_takes(folder):
         check(done.stdout.strip().isdecimal() and 10 < int(done.stdout) < 10000, f'{shell} finds a slowness of {done.stdout}')
 
 
+def demonstration(folder, flaw):
+    """The status and the words of examples/run.sh over programs that end at once, of which one has this flaw."""
+    machine = Machine(folder + '/m', [])
+    build = os.path.join(machine.top, 'build', 'run')
+    os.makedirs(build + '/examples')
+    write(build + '/build.ninja', '')
+    write(build + '/made_of', machine.top + '\n')
+    for tool in 'chmod', 'cmp', 'cp', 'ls', 'mkdir', 'nproc', 'rm', 'sed', 'tail':
+        if not os.path.exists(os.path.join(machine.bin, tool)):
+            os.symlink(shutil.which(tool), os.path.join(machine.bin, tool))
+    # The path behind a flag, and what is written there.
+    writes = 'while [ $# -gt 0 ]; do [ "$1" = --json ] && echo "$method" >"$2"; shift; done'
+    stub(build + '/examples/compare', f'method=; echo compared; {writes}; exit {int(flaw == "compare")}')
+    sample = 'a sample' + (' of $method' if flaw == 'sample' else '')
+    stub(build + '/examples/train', f'method=$2; {writes}; echo "{sample}"; [ "{flaw}-$method" != train-upipe ]')
+    stub(os.path.join(machine.bin, 'ninja'), f'case $* in *upipe-plan*) [ {flaw or "none"} != rest ] || {{ echo no rest; exit 1; }} ;; esac')
+    # The losses of a method, and pictures.
+    loss = '1.5; read -r method <"$3"; echo "$method"' if flaw == 'loss' else '1.5'
+    stub(os.path.join(machine.bin, 'python3'), f"""case "$*" in
+-c*loss*) echo {loss} ;;
+*plot_memory*) [ "{flaw}" != picture ] || exit 1 ;;
+esac""")
+    status, said, _ = machine.run('examples')
+    return status, said
+
+
+def test_demonstration(folder):
+    """What fails while others run is not lost, and the methods' results are compared."""
+    status, said = demonstration(folder, '')
+    check(status == 0 and 'the same bits: losses' in said and 'all in' in said, f'status {status}: {said}')
+    for flaw, words in (('compare', 'compare failed (checked_16_16)'), ('rest', 'no rest\nrun.sh: the build failed'),
+                        ('train', 'train failed (upipe)'), ('loss', 'what the two methods have learnt is not the same bits'),
+                        ('sample', 'what the two methods have learnt is not the same bits'),
+                        ('picture', 'a picture could not be drawn')):
+        status, said = demonstration(folder, flaw)
+        check(status == 1 and words in said, f'{flaw}: status {status}: {said}')
+
+
 def test_cannot_install(folder):
     for script in GOES_ON:
         for user, sudo, apt in (0, True, False), (1000, False, True):
@@ -233,4 +271,4 @@ def test_meson(folder):
 
 
 sys.exit(run_tests('setup', test_without_terminal, test_terminal, test_no_install, test_left_out, test_nothing_missing,
-                   test_takes, test_cannot_install, test_quietly, test_versions, test_meson))
+                   test_takes, test_demonstration, test_cannot_install, test_quietly, test_versions, test_meson))

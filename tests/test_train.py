@@ -21,7 +21,8 @@ import sys
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), 'lib'))
-from checks import check, equal, load, needed, other_python, read, run_command, run_tests, wait_for, write  # pylint: disable=wrong-import-position
+from checks import (check, equal, load, needed, other_python, python_with, read, run_command, run_tests, wait_for,  # pylint: disable=wrong-import-position
+                    write)
 from programs import (BOOK, METHODS, ODD_NAME, ODD_TEXT, TOP, flags_of, heed_signals, limit_files, near, npy,  # pylint: disable=wrong-import-position
                       refused, replay, safetensors, same, same_files, sentences, watched, words_of, write_header, write_model, write_tensors)
 
@@ -2002,9 +2003,29 @@ def test_sample(folder):
         check(done.returncode == 0 and len(done.stdout.split(prompt)[-1]) > 20, f'a sample by {method}: {done.stderr}')
 
 
+def test_pictures(folder):
+    """plot_training.py draws what --json wrote, and prints what the text's frequencies say; where a Python has Matplotlib."""
+    python = python_with('matplotlib')
+    if python is None:
+        print('train: left out: pictures, as no Python here has Matplotlib')
+        return
+    write('text', b'abcb' * 100)
+    for method in 'ulysses', 'upipe':
+        good(folder, method, method=method, ranks=2, data='text', tokens=64, steps=200, zero=3)
+        os.rename('numbers.json', method + '.json')
+    script = os.path.join(TOP, 'examples', 'train', 'plot_training.py')
+    for what in 'loss', 'memory':
+        done = run_command([python, script, what, what + '.png', 'ulysses.json', 'upipe.json'], cwd=folder)
+        check(done.returncode == 0 and os.path.exists(what + '.png') and read(what + '.png')[:4] == b'\x89PNG',
+              f'no picture of {what}: {done.stderr[-400:]}')
+        # b is every other byte, and a or c is certain only to who knows two bytes before it
+        want = r'nats a byte at the end: \d\.\d\d, .*: bytes alone 1\.04, byte pairs 0\.35, byte triples 0\.00\n'
+        check(re.fullmatch(want if what == 'loss' else '', done.stdout), f'{what}: {done.stdout!r} is not {want}')
+
+
 if __name__ == '__main__':
     sys.exit(run_tests('train', test_flags, test_usage, test_log, test_schedules, test_updates, test_eval, test_order, test_refusals, test_numbers, test_bits, test_methods,
                        test_accumulate, test_replicas, test_activations,
                        test_zero, test_prefetch, test_frozen, test_initial, test_lora, test_adapter, test_reduce_dtype, test_learning, test_checkpoints, test_loading, test_rope, test_qwen2, test_soft_cap, test_padding,
                        test_resume_refusals, test_renamed, test_broken, test_not_finite, test_not_finite_kept, test_disk, test_signals, test_two_writers, test_kills,
-                       test_plan, test_trace, test_sample))
+                       test_plan, test_trace, test_pictures, test_sample))

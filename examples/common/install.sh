@@ -30,14 +30,14 @@ slowness() {
     least=
     for _ in 1 2 3; do # what else runs here makes one longer, never shorter
         # shellcheck disable=SC2016 # for the shell that is timed
-        user=$(sh -c 'i=0; while [ $i -lt 200000 ]; do i=$((i + 1)); done; times' 2>/dev/null)
+        user=$(sh -c 'i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); done; times' 2>/dev/null)
         user=${user%%s *}s # the first word, 0m0.260000s
         user=${user#*m}
         hundredths=${user#*.}00
         hundredths=$((${user%%.*} * 100 + 1${hundredths%"${hundredths#??}"} - 100))
         [ -n "$least" ] && [ "$least" -le $hundredths ] || least=$hundredths
     done 2>/dev/null
-    [ "${least:-0}" -gt 0 ] && echo $((least * 100 / 25)) || echo 100
+    [ "${least:-0}" -gt 0 ] && echo $((least * 8)) || echo 100
 }
 
 # cores: those of this machine

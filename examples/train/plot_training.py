@@ -86,7 +86,7 @@ def entropies(path):
         runs = collections.Counter(zip(*(text[start:] for start in range(length))))
         total = sum(runs.values())
         together.append(-sum(count / total * math.log(count / total) for count in runs.values()))
-    return [after - before for before, after in zip(together, together[1:])]
+    return [max(after - before, 0) for before, after in zip(together, together[1:])]
 
 
 def draw_entropies(axes, runs):

@@ -17,6 +17,7 @@ nothing to look at, `needed` ends it.
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,13 @@ def other_python(*places):
         if os.path.exists(place) and place not in tried:
             os.environ |= {'UPIPE_PYTHONS_TRIED': ':'.join([*tried, place]), 'UPIPE_TEST': ','.join(ASKED)}
             os.execv(place, [place, *sys.argv])
+
+
+def python_with(module):
+    """A Python here that has it, this one first; None if none has."""
+    has = f'import importlib.util, sys; sys.exit(not importlib.util.find_spec({module!r}))'
+    return next((python for python in (sys.executable, shutil.which('python3'), '/usr/bin/python3')
+                 if python and os.path.exists(python) and run_command([python, '-c', has]).returncode == 0), None)
 
 
 def run_test(test, *arguments, **named):
