@@ -54,7 +54,7 @@ for option in "$@"; do
         exit 0
         ;;
     *)
-        usage >&2
+        echo "run.sh: '$option' is no option (sh examples/run.sh --help)" >&2
         exit 2
         ;;
     esac
@@ -142,7 +142,7 @@ quietly "building the rest" wait $rest || {
     cat "$build/rest.log" >&2
     die "the build failed"
 }
-title "all is built in $build/examples; now the comparison whose seconds count"
+echo "all is built in $build/examples; the seconds below are of a machine without other work"
 
 # shape LABEL KV_HEADS: the long run and its picture
 shape() {
@@ -203,4 +203,4 @@ if [ $save_images = 1 ]; then
     "$python" "$top/examples/compare/readme_table.py" "$results/16_16.json" "$results/16_4.json" "$top/README.md" || exit 1
     echo "copied to $top/docs/images; README's table is of the same run"
 fi
-echo "all in $(($(date +%s) - began)) s"
+echo "all in $(($(date +%s) - began)) s: every peak the planned one, and the same bits with both methods"

@@ -52,7 +52,7 @@ for option in "$@"; do
         exit 2
         ;;
     -*)
-        usage >&2
+        echo "run.sh: '$option' is no option (sh tests/run.sh --help)" >&2
         exit 2
         ;;
     esac

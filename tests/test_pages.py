@@ -54,6 +54,7 @@ SHORTER = [
     (TRAIN, r'\1 --sample 1 '),
     (r'((?:^|/)(?:train|train_mpi|compare) (?!.*--plan).*--tokens) \w+', r'\1 64'),
     (r'--steps \d+', '--steps 1'),
+    (r'(--resume .*--steps) 1', r'\1 2'),
     (r'--warmup \d+', '--warmup 0'),
     (r'cc -O2 -march=native (?=-c upipe/cpu/upipe_cpu\.c)', 'cc -DUPIPE_CPU_SCALAR '),
     (r'cc -O2 -march=native(.*?\.c)\b', lambda words: f'cc -DUPIPE_CPU_DECLARE{words.group(1)} {shlex.quote(TABLE)}'),

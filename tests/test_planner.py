@@ -128,6 +128,9 @@ def paper():
     check(5 * 2**20 <= got['max_tokens'] < 6 * 2**20 and got['fits'], f"the longest is {got['max_tokens']}")
     more = got['max_tokens'] + 8 * 1024
     plan('--model', 'llama3-8b', '--as', 'paper', '--tokens', more, status=3)
+    got, said, numbers = run(PLAN, '--model', 'llama3-70b', '--machine', 'h100x16', '--max-tokens')
+    check((got, numbers['max_tokens']) == (3, 0) and said.endswith('no length fits with these settings, not even 16k tokens; --best looks '
+                                                                   'for others\n'), f'no length fits: {got}, {said[-200:]}')
 
 
 def beyond():

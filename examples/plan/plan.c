@@ -15,10 +15,15 @@
 #include "latent_report.h"
 #include "longest.h"
 
-/* The longest sequence of a setting, and why not a longer one if bytes are not why. */
+/* The longest sequence of a setting, and why not a longer one if bytes are not why; 0: none fits. */
 static void plan_longest(const planner *p, setting s, int64_t longest, estimate *e)
 {
     char text[32];
+    if (longest == 0) {
+        printf("\nno length fits with these settings, not even %s tokens; --best looks for others\n",
+               report_tokens(text, s.tokens));
+        return;
+    }
     printf("\nthe longest sequence that fits: %s, %lld tokens\n", report_tokens(text, longest),
            (long long)longest);
     s.tokens = longest + planner_step(&s);
@@ -62,7 +67,7 @@ static int plan_one(const job *j, const planner *p, files *all)
         if (balance.step != NULL) report_set(root, "documents", report_json_documents(&s, &balance));
         status = report_write(all, j->o.json, root);
     }
-    if (longest > 0) plan_longest(p, s, longest, &e);
+    if (longest >= 0) plan_longest(p, s, longest, &e);
     free(balance.step);
     return status != 0 ? status : fits ? 0 : EXIT_NO_FIT;
 }

@@ -93,7 +93,7 @@ def draw_entropies(axes, runs):
     """The lines of a text of bytes. Prints them beside what a model has come to: the mean of the last steps."""
     if runs[0]['config']['tokens_file'] is not None:
         return
-    names, levels = ['bytes alone', 'byte pairs', 'byte triples'], entropies(runs[0]['config']['data'])
+    names, levels = ['no context', '1 byte of it', '2 bytes of it'], entropies(runs[0]['config']['data'])
     for name, level in zip(names, levels):
         axes.axhline(level, color='black', linewidth=0.8, linestyle=(0, (4, 3)))
         axes.annotate(f'{name}\n{level:.2f}', (1, level), xycoords=('axes fraction', 'data'), xytext=(4, 0),
