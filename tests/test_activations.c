@@ -150,7 +150,7 @@ static void test_slopes(void)
         }
 }
 
-/* By plan: 5M tokens with one copy a layer, 8M and 10M with blocks of two layers, on 8 GPUs with 78 usable GiB each and
+/* By plan: 5M tokens with one copy a layer, 8M and 10M with blocks of two layers, on 8 GPUs with 75 usable GiB each and
  * 1.9 TiB of host memory, everything sharded. */
 static void test_far(void)
 {
@@ -170,7 +170,7 @@ static void test_far(void)
         const setting s =
             setting_for(&layout, METHOD_UPIPE, 8, rows[i].tokens << 20, kept_of(rows[i].kind, rows[i].k, 0));
         plan[i] = planned(&m, &s, 0, &ops);
-        CHECK_SAY((double)plan[i].need <= 78 * gib && 8.0 * (double)plan[i].host_need <= 1.9 * 1024 * gib,
+        CHECK_SAY((double)plan[i].need <= 75 * gib && 8.0 * (double)plan[i].host_need <= 1.9 * 1024 * gib,
                   "%lldM tokens: %.2f GiB a GPU, %.2f of the host", (long long)rows[i].tokens,
                   (double)plan[i].need / gib, 8 * (double)plan[i].host_need / gib);
     }
