@@ -10,7 +10,7 @@ usage() {
 usage: sh tests/run.sh [--full | --all] [--only NAME...] [--list] [--no-install]
 
 Without an option: every primitive, method and program, the CUDA kernels on the emulator, MPI, and the sanitizers on what
-matters most; some ten minutes on two cores, with what it installs and builds. A first line says how long it takes here.
+matters most; ten to fifteen minutes on two cores, with what it installs and builds. A first line says how long it takes here.
 Builds are kept in build/. The last line is the verdict, "N passed, N failed"; the exit status is zero if nothing failed and
 something ran.
 
@@ -48,7 +48,7 @@ for option in "$@"; do
         exit 0
         ;;
     --quick)
-        echo "--quick is gone: sh tests/run.sh without options is the ordinary run, ten minutes" >&2
+        echo "--quick is gone: sh tests/run.sh without options is the ordinary run" >&2
         exit 2
         ;;
     -*)
