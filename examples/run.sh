@@ -76,7 +76,7 @@ building=45 running=150
 shared=$(cores)
 [ "$shared" -le 4 ] || shared=4
 echo "This takes about $(((building + running) * $(slowness) / 100 / shared)) s on this machine ($(cores) cores)" \
-    "once what it needs is installed."
+    "once what it needs is installed, if nothing else runs here."
 
 # train reads and writes JSON with jansson.
 required='gcc:gcc,libc6-dev meson:meson ninja:ninja-build python3:python3 matplotlib:python3-matplotlib
@@ -132,9 +132,9 @@ draw() {
     pictures="$pictures $!"
 }
 
-title "16_16: 512 tokens, against a reference in double precision"
+title "16/16 query/key-value heads: 512 tokens, against a reference in double precision"
 comparison checked_16_16 --kv-heads 16 --tokens 512 --check on
-title "16_4: every method, 1,024 tokens, against a reference in double precision"
+title "16/4 heads: every method, 1,024 tokens, against a reference in double precision"
 # shellcheck disable=SC2086 # a list of flags
 comparison methods_16_4 --kv-heads 4 --tokens 1024 --check on $every
 
@@ -142,13 +142,12 @@ quietly "building the rest" wait $rest || {
     cat "$build/rest.log" >&2
     die "the build failed"
 }
-echo "all is built in $build/examples; the seconds below are of a machine without other work"
+echo "all is built in $build/examples; nothing is built or drawn beside what follows"
 
-# shape LABEL KV_HEADS: the long run and its picture
+# shape LABEL KV_HEADS: the long run
 shape() {
-    title "$1: 8,192 tokens"
+    title "16/$2 heads: 8,192 tokens"
     comparison "$1" --kv-heads "$2" --tokens 8192 --trace "$results/traces_$1"
-    draw compare/plot_memory.py "$results/$1.json" "$results/traces_$1" "$results/memory_$1.png"
 }
 
 shape 16_16 16
@@ -179,6 +178,9 @@ cmp "$results/ulysses.same" "$results/upipe.same" || die "what the two methods h
 printf '\nthe same bits: losses and gradient norms of all steps, and the sample, with both methods\n'
 "$python" "$top/examples/train/plot_training.py" loss "$results/loss.png" "$results/train_ulysses.json" \
     "$results/train_upipe.json" || die "the losses could not be drawn"
+for shape in 16_16 16_4; do
+    draw compare/plot_memory.py "$results/$shape.json" "$results/traces_$shape" "$results/memory_$shape.png"
+done
 draw train/plot_training.py memory "$results/memory_step.png" "$results/step_ulysses.json" "$results/step_upipe.json"
 
 # plan METHOD: what Llama3-8B would hold
