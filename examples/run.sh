@@ -142,6 +142,7 @@ quietly "building the rest" wait $rest || {
     cat "$build/rest.log" >&2
     die "the build failed"
 }
+rest= # its number may be another process's by now
 echo "all is built in $build/examples; nothing is built or drawn beside what follows"
 
 # shape LABEL KV_HEADS: the long run
@@ -167,7 +168,7 @@ run = json.load(open(sys.argv[1]), parse_float=str)
 for number in run["loss"] + run["grad_norm"]: print(number)' "$results/train_$1.json" >"$results/$1.same" ||
         die "train $1 left no lists of losses and norms"
     [ -s "$results/$1.same" ] || die "train $1 left empty lists"
-    tail -n 1 "$results/train_$1.txt" >>"$results/$1.same" # the sample
+    sed -n '/^sample, /,$p' "$results/train_$1.txt" >>"$results/$1.same"
 }
 
 training ulysses
@@ -194,6 +195,7 @@ plan ulysses
 plan upipe
 draw train/plot_training.py memory "$results/memory_llama3_8b.png" "$results/plan_ulysses.json" "$results/plan_upipe.json"
 for picture in $pictures; do wait "$picture" || die "a picture could not be drawn"; done
+pictures=
 
 echo
 for file in "$results"/memory_16_*.png; do echo "memory over time: $file"; done

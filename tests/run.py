@@ -289,7 +289,7 @@ class Runner:
         return f', {100 * share:.0f} % of the seconds; some {about(left)} left'
 
     def estimate(self):
-        """Seconds of a whole run: processors are idle for a tenth of them, and no longer than the longest job."""
+        """Seconds of a whole run, in which processors are idle a tenth of the time; no fewer than those of its longest job."""
         return max(1.1 * sum(self.expected.values()) / CORES, *self.expected.values())
 
     def command(self, words, folder, env=None, limit=None):
@@ -618,7 +618,7 @@ class Session:
             self.runner.kill()
             times = {mode: times_of(TIMES, mode) for mode in MODES} | {self.mode: self.runner.times}
             with open(TIMES, 'w', encoding='utf-8') as file:
-                json.dump(times, file, indent=0, sort_keys=True)
+                file.write(json.dumps(times, sort_keys=True).replace('], ', '],\n') + '\n')  # a line a job
         for name in self.groups:
             self.say_part(name)
         for line in sorted(self.left):

@@ -178,8 +178,8 @@ def demonstration(folder, flaw):
     # The path behind a flag, and what is written there.
     writes = 'while [ $# -gt 0 ]; do [ "$1" = --json ] && echo "$method" >"$2"; shift; done'
     stub(build + '/examples/compare', f'method=; echo compared; {writes}; exit {int(flaw == "compare")}')
-    sample = 'a sample' + (' of $method' if flaw == 'sample' else '')
-    stub(build + '/examples/train', f'method=$2; {writes}; echo "{sample}"; [ "{flaw}-$method" != train-upipe ]')
+    sample = '"sample, of' + (' $method' if flaw == 'sample' else '') + '"; echo the end of it'
+    stub(build + '/examples/train', f'method=$2; {writes}; echo {sample}; [ "{flaw}-$method" != train-upipe ]')
     stub(os.path.join(machine.bin, 'ninja'), f'case $* in *upipe-plan*) [ {flaw or "none"} != rest ] || {{ echo no rest; exit 1; }} ;; esac')
     # The losses of a method, and pictures.
     loss = '1.5; read -r method <"$3"; echo "$method"' if flaw == 'loss' else '1.5'

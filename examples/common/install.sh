@@ -24,8 +24,8 @@ quietly() {
     return $status
 }
 
-# slowness: what a loop of the shell takes here, in hundredths of what it takes on one core of an Intel Xeon (Sapphire
-# Rapids), where the seconds were measured that the scripts know; 100 where that cannot be told
+# slowness: what a loop of the shell takes here, in hundredths of the 0.125 s of one core of an Intel Xeon (family 6, model
+# 207), where the seconds were measured that the scripts know; 100 where that cannot be told
 slowness() {
     least=
     for _ in 1 2 3; do # what else runs here makes one longer, never shorter

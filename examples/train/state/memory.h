@@ -33,11 +33,11 @@ static const char *const memory_part_names[MEMORY_PARTS] = {"weights",     "grad
 
 /* Bytes of a step, and what the pools of a whole run need. */
 typedef struct memory_plan {
-    size_t phase[MODEL_PHASES]; /* live bytes at most */
-    size_t peak;                /* the largest of them */
-    size_t host;                /* the second pool */
+    size_t phase[MODEL_PHASES];                          /* live bytes at most */
+    size_t peak;                                         /* the largest of them */
+    size_t host;                                         /* the second pool */
     size_t at_peak[MEMORY_PARTS], largest[MEMORY_PARTS]; /* each part's largest is at a moment of its own */
-    size_t need, host_need;       /* slabs */
+    size_t need, host_need;                              /* slabs */
     int64_t sent, moved;          /* to other ranks, and between the pools, in the step */
     int64_t moved_states;         /* of the latter: weights, gradients and what the optimizer needs of them */
     int64_t sent_team, sent_ring; /* of them: the all-to-all, and round the ring */
